@@ -1,0 +1,91 @@
+"""The `dspark` command: LightningCLI for training, and the tools beside it."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jsonargparse
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+# Importing these makes their short names known to the command line.
+import dspark_lightning.callbacks
+import dspark_lightning.datamodules  # noqa: F401
+from dspark_lightning import __version__
+from dspark_lightning.export import check_export_name, export_draft, load_checkpoint_draft
+from dspark_lightning.module import DSparkModule
+
+
+class DSparkCLI(LightningCLI):
+    """LightningCLI that lets the command line win over a checkpoint's hyper-parameters."""
+
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: Lightning would silently replace values given on the command line by the checkpoint's.
+
+        The module compares the two itself and refuses what cannot change.
+        """
+
+
+def export(ckpt_path: Path, output: Path) -> None:
+    """Write the draft of a training checkpoint as a folder that serving engines load.
+
+    Args:
+        ckpt_path: checkpoint file of a `DSparkModule`.
+        output: folder to write; its name must contain "dspark" and not "dflash".
+    """
+    check_export_name(output)
+    export_draft(load_checkpoint_draft(ckpt_path), output)
+    print(f"wrote {output}; serve it beside its target, for example: vllm serve TARGET --speculative-config ...")
+
+
+TOOLS: dict[str, Callable[..., None]] = {"export": export}
+
+
+def main(args: ArgsType = None) -> None:
+    """Run `dspark SUBCOMMAND ...`; errors in what the user gave end with one line on stderr and exit code 2."""
+    argv = sys.argv[1:] if args is None else args
+    try:
+        if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
+            jsonargparse.auto_cli(TOOLS[argv[0]], args=list(argv[1:]), prog=f"dspark {argv[0]}", as_positional=False)
+        else:
+            run_lightning(args)
+    except (ValueError, MisconfigurationException) as error:
+        if not _is_for_the_user(error):
+            raise
+        print(f"dspark: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether this package or Lightning's configuration checks raised it; a bug elsewhere keeps its traceback."""
+    if isinstance(error, MisconfigurationException):
+        return True
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("dspark_lightning")
+
+
+def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:
+    """Build the trainer, the module and the datamodule from a configuration, and run the subcommand.
+
+    Args:
+        args: command line; None reads sys.argv.
+        run: False only builds them (`.trainer`, `.model`, `.datamodule`).
+    """
+    return DSparkCLI(
+        DSparkModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={
+            "version": __version__,
+            "description": "Train DSpark drafters with Lightning. "
+            f"Tools beside the subcommands below: {', '.join(TOOLS)} (dspark TOOL --help).",
+        },
+        args=args,
+        run=run,
+    )

@@ -1,0 +1,1 @@
+"""Decoding: from logits to proposed tokens."""

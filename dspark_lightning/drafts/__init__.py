@@ -1,0 +1,1 @@
+"""Draft models: one file per target family."""

@@ -1,0 +1,287 @@
+"""What all drafts share: block input, context, labels, heads, sampling steps, freezing.
+
+A family adds its layers, norms and rotary embedding; see `drafts/qwen3.py`.
+Shapes: B samples, S sequence length, N anchors, K block size, Q = N*K, H hidden size, F feature layers, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from dspark_lightning.anchors import (
+    block_label_indices,
+    build_eval_mask,
+    create_noise_embed,
+    create_position_ids,
+    sample_anchor_positions,
+)
+from dspark_lightning.attention import BlockAttention, block_visibility, dense_block_attention
+from dspark_lightning.decoding.sampling import sample_tokens
+from dspark_lightning.heads import AcceptRatePredictor, build_markov_head
+from dspark_lightning.outputs import DSparkForwardOutput
+from dspark_lightning.rope import repair_rope
+
+
+class DSparkDraft(nn.Module):
+    """Base of the drafts. A family's `__init__(config)` sets `layers`, `rotary_emb` and calls `build_shared_parts`."""
+
+    config_class: type[PretrainedConfig]
+    config: PretrainedConfig
+    layers: nn.ModuleList
+    rotary_emb: nn.Module
+
+    def build_shared_parts(self, config: PretrainedConfig, norm: Callable[[], nn.Module]) -> None:
+        """Create the parts outside the decoder layers.
+
+        Args:
+            config: the draft's config.
+            norm: makes one RMSNorm over H in the family's style.
+        """
+        hidden, num_features = config.hidden_size, len(config.target_layer_ids)
+        self.block_size: int = config.block_size
+        self.mask_token_id: int = config.mask_token_id
+        self.num_anchors: int = config.num_anchors
+        self.target_layer_ids: list[int] = list(config.target_layer_ids)
+        self.enable_confidence_head: bool = config.enable_confidence_head
+        self.confidence_head_with_markov: bool = config.confidence_head_with_markov
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.fc = nn.Linear(num_features * hidden, hidden, bias=False)
+        self.hidden_norm = norm()
+        self.norm = norm()
+        self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
+        self.markov_head = build_markov_head(config)
+        self.confidence_head: AcceptRatePredictor | None = None
+        if self.enable_confidence_head:
+            extra = config.markov_rank if self.confidence_head_with_markov else 0
+            self.confidence_head = AcceptRatePredictor(hidden + extra)
+        self.set_embedding_head_trainable(False)
+
+    def forward_backbone(
+        self,
+        hidden: Tensor,  # [B, Q, H]
+        context: Tensor,  # [B, S, H]
+        position_ids: Tensor,  # [B, S+Q]
+        attention: BlockAttention,
+    ) -> Tensor:
+        """Run the decoder layers over the block tokens. Returns [B, Q, H], before the final norm."""
+        position_embeddings = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, context, position_embeddings, attention)
+        return hidden
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [B, S]
+        target_hidden_states: Tensor,  # [B, S, F*H]
+        loss_mask: Tensor,  # [B, S]
+        target_last_hidden_states: Tensor | None = None,  # [B, S, H]
+        position_ids: Tensor | None = None,  # [B, S]
+        seq_lens: Tensor | None = None,  # [B, M]
+        doc_remaining: Tensor | None = None,  # [B, S]
+        anchor_positions: Tensor | None = None,  # [B, N]
+        block_keep_mask: Tensor | None = None,  # [B, N]
+        attention_mask: Tensor | None = None,  # [B, S]
+    ) -> DSparkForwardOutput:
+        """Draft the block behind every anchor, teacher forced.
+
+        Args:
+            input_ids: token ids, nothing shifted.
+            target_hidden_states: features of `target_layer_ids`, concatenated.
+            loss_mask: 1 = supervised.
+            target_last_hidden_states: states after the target's final norm; None leaves the teacher out.
+            position_ids: positions inside the documents of packed rows; None counts from 0.
+            seq_lens: document lengths of packed rows, zero padded.
+            doc_remaining: tokens left in the document, for packed rows.
+            anchor_positions: given together with block_keep_mask, these replace sampling.
+            block_keep_mask: False marks dummy blocks.
+            attention_mask: 0 = never visible as context.
+
+        Raises:
+            ValueError: only one of anchor_positions and block_keep_mask.
+        """
+        seq_len = input_ids.shape[1]
+        if (anchor_positions is None) != (block_keep_mask is None):
+            raise ValueError("anchor_positions and block_keep_mask must be given together")
+        if anchor_positions is None or block_keep_mask is None:
+            anchor_positions, block_keep_mask = sample_anchor_positions(
+                seq_len, loss_mask, self.num_anchors, input_ids.device, doc_remaining
+            )
+        visible = block_visibility(
+            seq_len, anchor_positions, block_keep_mask, self.block_size, seq_lens, attention_mask
+        )
+        hidden = self._run_blocks(
+            input_ids,
+            target_hidden_states,
+            anchor_positions,
+            block_keep_mask,
+            position_ids,
+            partial(dense_block_attention, visible=visible),
+        )
+        labels, safe_labels = block_label_indices(anchor_positions, self.block_size, seq_len)
+        target_ids = input_ids.gather(1, safe_labels.flatten(1)).view_as(safe_labels)
+        prev_ids = torch.cat([input_ids.gather(1, anchor_positions).unsqueeze(-1), target_ids[..., :-1]], dim=-1)
+        logits = self.compute_logits(hidden)
+        if self.markov_head is not None:
+            logits = self.markov_head(logits, prev_ids, hidden)
+        return DSparkForwardOutput(
+            draft_logits=logits,
+            target_ids=target_ids,
+            eval_mask=build_eval_mask(
+                seq_len, loss_mask, labels, safe_labels, block_keep_mask, doc_remaining, anchor_positions
+            ),
+            block_keep_mask=block_keep_mask,
+            confidence_pred=self.predict_confidence_step(hidden, prev_ids),
+            aligned_target_logits=self._teacher_logits(target_last_hidden_states, safe_labels - 1),
+        )
+
+    def _run_blocks(
+        self,
+        input_ids: Tensor,
+        target_hidden_states: Tensor,
+        anchor_positions: Tensor,
+        block_keep_mask: Tensor,
+        position_ids: Tensor | None,
+        attention: BlockAttention,
+    ) -> Tensor:
+        """From ids and features to normed block states [B, N, K, H]."""
+        batch_size, seq_len = input_ids.shape
+        noise = create_noise_embed(
+            self.embed_tokens, input_ids, anchor_positions, block_keep_mask, self.mask_token_id, self.block_size
+        ).to(self.fc.weight.dtype)
+        context = self.hidden_norm(self.fc(target_hidden_states.to(self.fc.weight.dtype)))
+        context_positions = position_ids
+        if context_positions is None:
+            context_positions = torch.arange(seq_len, device=input_ids.device).expand(batch_size, -1)
+        block_positions = create_position_ids(anchor_positions, self.block_size, position_ids)
+        all_positions = torch.cat([context_positions, block_positions], dim=-1)
+        hidden: Tensor = self.norm(self.forward_backbone(noise, context, all_positions, attention))
+        return hidden.view(batch_size, -1, self.block_size, hidden.shape[-1])
+
+    @torch.no_grad()
+    def _teacher_logits(self, last_hidden: Tensor | None, positions: Tensor) -> Tensor | None:
+        """The teacher's logits [B, N, K, V] at `positions` [B, N, K], through the draft's frozen copy of the head."""
+        if last_hidden is None:
+            return None
+        index = positions.flatten(1).unsqueeze(-1).expand(-1, -1, last_hidden.shape[-1])
+        return self.compute_logits(last_hidden.gather(1, index).view(*positions.shape, -1))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Project states [..., H] to logits [..., V], without the Markov bias."""
+        logits: Tensor = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        return logits
+
+    def predict_confidence_step(self, hidden: Tensor, prev_token_ids: Tensor | None = None) -> Tensor | None:
+        """Confidence logits [...] fp32 for states [..., H]; None without a confidence head.
+
+        Args:
+            hidden: normed backbone states.
+            prev_token_ids: previous tokens [...], read when the head was built with the Markov embedding.
+
+        Raises:
+            ValueError: the head needs prev_token_ids and got None.
+        """
+        if self.confidence_head is None:
+            return None
+        if not self.confidence_head_with_markov or self.markov_head is None:
+            confidence: Tensor = self.confidence_head(hidden)
+            return confidence
+        if prev_token_ids is None:
+            raise ValueError("prev_token_ids must be given: this confidence head reads the Markov embedding, got None")
+        prev = self.markov_head.markov_w1(prev_token_ids)
+        confidence = self.confidence_head(torch.cat([hidden.float(), prev.float()], dim=-1))
+        return confidence
+
+    @torch.no_grad()
+    def sample_draft_tokens(
+        self,
+        base_logits: Tensor,  # [B, K, V]
+        first_prev_token_ids: Tensor,  # [B]
+        temperature: float = 0.0,
+        hidden_states: Tensor | None = None,  # [B, K, H]
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Sample a block left to right through the Markov head.
+
+        Args:
+            base_logits: logits of the block without Markov bias.
+            first_prev_token_ids: the anchor tokens.
+            temperature: 0 is greedy.
+            hidden_states: normed backbone states; the gated and rnn heads need them.
+            generator: source of randomness on the logits' device.
+
+        Returns:
+            tokens [B, K] and the corrected logits [B, K, V] they were drawn from.
+        """
+        prev, state = first_prev_token_ids, None
+        tokens, corrected = [], []
+        for slot in range(base_logits.shape[1]):
+            logits = base_logits[:, slot]
+            if self.markov_head is not None:
+                latent, state = self.markov_head.step(prev, self._head_states(hidden_states, prev, slot), state)
+                logits = logits + self.markov_head.markov_w2(latent)
+            prev = sample_tokens(logits, temperature, generator)
+            tokens.append(prev)
+            corrected.append(logits)
+        return torch.stack(tokens, dim=1), torch.stack(corrected, dim=1)
+
+    @torch.no_grad()
+    def sample_draft_token_step(
+        self,
+        base_logits: Tensor,  # [B, V]
+        prev_token_ids: Tensor,  # [B]
+        temperature: float = 0.0,
+        hidden_states: Tensor | None = None,  # [B, H]
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`sample_draft_tokens` for the first slot of a block: tokens [B] and corrected logits [B, V]."""
+        hidden = None if hidden_states is None else hidden_states.unsqueeze(1)
+        tokens, logits = self.sample_draft_tokens(
+            base_logits.unsqueeze(1), prev_token_ids, temperature, hidden, generator
+        )
+        return tokens.squeeze(1), logits.squeeze(1)
+
+    def _head_states(self, hidden_states: Tensor | None, prev: Tensor, slot: int) -> Tensor:
+        if hidden_states is not None:
+            return hidden_states[:, slot]
+        if self.config.markov_head_type != "vanilla":
+            kind = self.config.markov_head_type
+            raise ValueError(f"hidden_states must be given: the {kind} head reads them, got None")
+        return prev
+
+    def initialize_embeddings_and_head(self, embed_tokens: nn.Module, lm_head: nn.Module, freeze: bool = True) -> None:
+        """Take embedding and head from the target.
+
+        Args:
+            embed_tokens: the target's embedding [V, H].
+            lm_head: the target's head [V, H].
+            freeze: frozen weights share the target's memory; trainable ones are copied.
+
+        Raises:
+            ValueError: the shapes do not fit.
+        """
+        for name, source in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
+            module = getattr(self, name)
+            weight = cast(Tensor, source.weight)
+            if weight.shape != module.weight.shape:
+                raise ValueError(
+                    f"the target's {name} has shape {tuple(weight.shape)}, the draft needs {tuple(module.weight.shape)}"
+                )
+            module.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.set_embedding_head_trainable(not freeze)
+
+    def set_embedding_head_trainable(self, trainable: bool) -> None:
+        """Freeze or unfreeze embedding and head; unfreezing gives them memory of their own, apart from the target's."""
+        for module in (self.embed_tokens, self.lm_head):
+            if trainable and not module.weight.requires_grad:
+                module.weight = nn.Parameter(module.weight.detach().clone())
+            module.weight.requires_grad_(trainable)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Casting and moving keep RoPE fp32; materialising from the meta device gives it its values back."""
+        super()._apply(fn, recurse)
+        repair_rope(self)
+        return self

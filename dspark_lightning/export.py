@@ -1,0 +1,199 @@
+"""The folder that serving engines load: `model.safetensors` and `config.json`.
+
+Flat tensor names in bf16, embedding and head included; the config carries every field that vLLM, SGLang and
+llama.cpp's converter look for.
+"""
+
+import json
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dspark_lightning.drafts.base import DSparkDraft
+from dspark_lightning.drafts.registry import resolve_draft_class
+
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
+
+
+def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
+    """Write a draft as a servable folder; an existing one is replaced only once the new one is complete.
+
+    Warns where an engine cannot serve this draft.
+
+    Args:
+        draft: any DSpark draft.
+        path: folder to write; its name must contain "dspark" and not "dflash", since engines go by it.
+
+    Returns:
+        the folder.
+
+    Raises:
+        ValueError: a name that engines would misread.
+    """
+    path = check_export_name(path)
+    for warning in engine_warnings(draft):
+        warnings.warn(warning, stacklevel=2)
+    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in draft.state_dict().items()}
+    scratch = path.with_name(f".{path.name}.writing")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    # Tied targets share one tensor between embedding and head; the file must hold both.
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, scratch / _WEIGHTS, metadata={"format": "pt"})
+    (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
+    _replace_folder(scratch, path)
+    return path
+
+
+def check_export_name(path: str | Path) -> Path:
+    """Check that engines will take the folder's name for a DSpark draft.
+
+    Raises:
+        ValueError: "dspark" missing from the name, or "dflash" in it.
+    """
+    path = Path(path)
+    if "dspark" not in path.name.lower() or "dflash" in path.name.lower():
+        raise ValueError(
+            f"the folder name {path.name!r} must contain 'dspark' and not 'dflash': engines tell the method by it, "
+            f"for example {str(path.with_name('my-dspark'))!r}"
+        )
+    return path
+
+
+def serving_config(draft: DSparkDraft) -> dict[str, Any]:
+    """The config.json of an exported draft: the draft's config, and what engines read beside it."""
+    config: dict[str, Any] = draft.config.to_dict()
+    rope = dict(config.get("rope_parameters") or {})
+    scaled = rope.get("rope_type", "default") != "default"
+    layer_ids = list(config["target_layer_ids"])
+    config |= {
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in layer_ids],
+        "sample_from_anchor": True,
+        "dspark_bonus_anchor": False,
+        "dflash_config": {
+            "mask_token_id": config["mask_token_id"],
+            "target_layer_ids": layer_ids,
+            "block_size": config["block_size"],
+        },
+        # transformers 5 writes rope_parameters only, engines also read the older pair.
+        "rope_theta": rope.get("rope_theta"),
+        "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None,
+    }
+    return config
+
+
+def engine_warnings(draft: DSparkDraft) -> list[str]:
+    """One line for each engine that cannot serve this draft as it is, and why."""
+    config, lines = draft.config, []
+    last = config.num_target_layers - 1
+    unservable = [i for i in config.target_layer_ids if i in (-1, last)]
+    if unservable:
+        lines.append(f"SGLang cannot capture feature layer {unservable[0]}: use layers 0..{last - 1}")
+    if config.markov_rank == 0:
+        lines.append("SGLang cannot serve a DSpark draft with markov_rank 0")
+    elif config.markov_head_type != "vanilla":
+        lines.append(f"vLLM and llama.cpp serve the vanilla Markov head only, not {config.markov_head_type!r}")
+    if config.enable_confidence_head and not config.confidence_head_with_markov:
+        lines.append("llama.cpp needs a confidence head that reads the Markov embedding")
+    return lines
+
+
+def load_pretrained_draft(path: str | Path) -> DSparkDraft:
+    """Load an exported draft, in the dtype it is stored in.
+
+    Args:
+        path: folder with model.safetensors and config.json.
+
+    Raises:
+        ValueError: the folder, its config or its weights cannot be read or do not fit together.
+    """
+    config = _read_config(Path(path))
+    draft = build_draft_from_config(config)
+    state = _read_weights(Path(path))
+    draft = draft.to(next(iter(state.values())).dtype)
+    _load_strict(draft, state, Path(path))
+    return draft.eval()
+
+
+def load_draft_weights(draft: DSparkDraft, path: str | Path) -> None:
+    """Start a draft from an exported folder's weights; embedding and head stay those of the target.
+
+    Raises:
+        ValueError: the folder cannot be read, or its weights do not fit the draft.
+    """
+    state = _read_weights(Path(path))
+    own = {name: tensor for name, tensor in draft.state_dict().items() if name in _FROM_TARGET}
+    _load_strict(draft, state | own, Path(path))
+
+
+def load_checkpoint_draft(ckpt_path: str | Path) -> DSparkDraft:
+    """Take the draft out of a training checkpoint file; the target is not needed.
+
+    Raises:
+        ValueError: the file cannot be read, or was not written by a `DSparkModule`.
+    """
+    try:
+        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True, mmap=True)
+        config = checkpoint["dspark"]["draft_config"]
+    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"cannot read a draft from the checkpoint {str(ckpt_path)!r}: {reason}") from error
+    prefix = "draft."
+    state = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
+    draft = build_draft_from_config(config)
+    _load_strict(draft, state, Path(ckpt_path))
+    return draft.eval()
+
+
+def build_draft_from_config(config: dict[str, Any]) -> DSparkDraft:
+    """Build the draft that a config.json (as a dict) describes, with fresh weights.
+
+    Raises:
+        ValueError: no registered draft has the config's architecture.
+    """
+    model_class = resolve_draft_class(config.get("architectures"))
+    given = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    return model_class(model_class.config_class.from_dict(given))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((path / _CONFIG).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot read {str(path / _CONFIG)!r}: {error}") from error
+    return config
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read {str(path / _WEIGHTS)!r}: {error}") from error
+
+
+def _load_strict(draft: DSparkDraft, state: dict[str, Tensor], path: Path) -> None:
+    own = draft.state_dict()
+    for name in sorted(own.keys() | state.keys()):
+        here, there = (tuple(s[name].shape) if name in s else None for s in (own, state))
+        if here != there:
+            raise ValueError(f"{name!r} has shape {there} in {str(path)!r}, the draft needs {here}")
+    draft.load_state_dict(state)
+
+
+def _replace_folder(scratch: Path, path: Path) -> None:
+    """Put the finished folder in place; the old one is moved away first, since a rename cannot overwrite it."""
+    outdated = path.with_name(f".{path.name}.outdated")
+    shutil.rmtree(outdated, ignore_errors=True)
+    if path.exists():
+        path.rename(outdated)
+    scratch.rename(path)
+    shutil.rmtree(outdated, ignore_errors=True)

@@ -1,0 +1,40 @@
+"""What a checkpoint was trained for: the target, and the draft's config."""
+
+from typing import Any
+
+_SHAPING_FIELDS = (
+    "mask_token_id",
+    "block_size",
+    "target_layer_ids",
+    "num_hidden_layers",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+
+
+def check_identity(current: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse a checkpoint that was trained for something else.
+
+    Args:
+        current: of this run: target (its name, for the message only, since a target may move), target_fingerprint
+            (of its weights) and draft_config.
+        saved: the same, from the checkpoint.
+
+    Raises:
+        ValueError: names the first field that differs, with both values.
+    """
+    if current["target_fingerprint"] != saved["target_fingerprint"]:
+        raise ValueError(
+            f"the checkpoint was trained for the target {saved['target']!r} (weights {saved['target_fingerprint']}), "
+            f"this run has {current['target']!r} (weights {current['target_fingerprint']}): "
+            "a draft only fits the target it was trained for"
+        )
+    for name in _SHAPING_FIELDS:
+        ours, theirs = current["draft_config"][name], saved["draft_config"][name]
+        if ours != theirs:
+            raise ValueError(
+                f"the checkpoint has {name} {theirs!r}, this run has {ours!r}: "
+                f"set {name} to the checkpoint's value, or start without the checkpoint"
+            )

@@ -1,0 +1,152 @@
+"""The DSpark objective and the sums its metrics are made of (paper section 3.4).
+
+With p the draft's and q the teacher's distribution, m = eval_mask, w = m exp(-k / gamma) and a = 1 - |p - q|_1 / 2:
+
+    CE = sum w (-log p[label]) / sum w      TV = sum w |p - q|_1 / sum w      conf = sum w BCE(confidence, a) / sum w
+    loss = ce_alpha CE + l1_alpha TV + conf_alpha conf
+
+Everything is fp32: a probability difference in bf16 puts the gradient off by up to a third.
+Shapes: B samples, N anchors, K block size, V vocabulary.
+"""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dspark_lightning.outputs import DSparkForwardOutput
+
+EPS = 1e-6
+"""Added to the denominator, so that a batch without a supervised slot gives loss 0 and zero gradients."""
+
+
+@overload
+def compute_dspark_loss(
+    outputs: DSparkForwardOutput,
+    loss_decay_gamma: float | None,
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def compute_dspark_loss(
+    outputs: DSparkForwardOutput,
+    loss_decay_gamma: float | None,
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: Literal[True],
+) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+def compute_dspark_loss(
+    outputs: DSparkForwardOutput,
+    loss_decay_gamma: float | None,
+    ce_loss_alpha: float,
+    l1_loss_alpha: float,
+    confidence_head_alpha: float,
+    return_terms: bool = False,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """Compute the loss of one batch, and on request the sums behind its metrics.
+
+    Args:
+        outputs: of a draft's forward pass.
+        loss_decay_gamma: gamma; None weighs all slots alike.
+        ce_loss_alpha: weight of the cross entropy.
+        l1_loss_alpha: weight of the total variation term; needs the teacher's logits.
+        confidence_head_alpha: weight of the confidence loss; unused without a confidence head.
+        return_terms: whether to return the terms too.
+
+    Returns:
+        the scalar loss, normalised by this batch's sum of weights. With return_terms also a dict of detached fp32
+        tensors: the scalars loss, ce_loss, l1_loss, confidence_loss; the sums *_num and *_den, of shape [K] for
+        accept_rate_per_pos; and the counts supervised_tokens and kept_anchors. Terms that need a teacher or a
+        confidence head are absent without one.
+
+    Raises:
+        ValueError: gamma is not positive, or l1_loss_alpha without the teacher's logits.
+    """
+    if loss_decay_gamma is not None and loss_decay_gamma <= 0:
+        raise ValueError(f"loss_decay_gamma must be positive or None, got {loss_decay_gamma}")
+    if l1_loss_alpha and outputs.aligned_target_logits is None:
+        raise ValueError(f"l1_loss_alpha {l1_loss_alpha} needs the teacher's logits: pass target_last_hidden_states")
+    with torch.autocast(outputs.draft_logits.device.type, enabled=False):
+        mask = outputs.eval_mask.float()
+        weight = mask * _slot_decay(outputs, loss_decay_gamma)
+        sums = _loss_sums(outputs, mask, weight)
+        accept_rate = sums.pop("accept_rate", None)
+        den = weight.sum() + EPS
+        alphas = {"ce_loss": ce_loss_alpha, "l1_loss": l1_loss_alpha, "confidence_loss": confidence_head_alpha}
+        terms = {name: total / den for name, total in sums.items()}
+        loss = torch.stack([alphas[name] * term for name, term in terms.items()]).sum()
+        if not return_terms:
+            return loss
+        counts = {"supervised_tokens": mask.sum(), "kept_anchors": outputs.block_keep_mask.sum().float()}
+        terms |= {"loss": loss, "loss_den": weight.sum(), **counts}
+        terms |= {f"{name}_num": total for name, total in sums.items()}
+        if accept_rate is not None:
+            terms |= _acceptance_sums(accept_rate, mask)
+            if outputs.confidence_pred is not None:
+                terms |= _calibration_sums(outputs.confidence_pred, accept_rate, mask, weight)
+        return loss, {name: term.detach() for name, term in terms.items()}
+
+
+def _slot_decay(outputs: DSparkForwardOutput, gamma: float | None) -> Tensor:
+    """exp(-k / gamma) for the slots k = 0..K-1, [K]."""
+    slots = torch.arange(outputs.eval_mask.shape[-1], device=outputs.eval_mask.device, dtype=torch.float32)
+    return torch.ones_like(slots) if gamma is None else torch.exp(-slots / gamma)
+
+
+def _loss_sums(outputs: DSparkForwardOutput, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Weighted sums of the loss terms, and the acceptance rates [B, N, K] under "accept_rate"."""
+    draft_logits = outputs.draft_logits.float()
+    ce = F.cross_entropy(draft_logits.flatten(0, 2), outputs.target_ids.flatten(), reduction="none").view_as(weight)
+    sums = {"ce_loss": _masked_sum(weight, ce, mask)}
+    if outputs.aligned_target_logits is None:
+        return sums
+    teacher = torch.softmax(outputs.aligned_target_logits.detach().float(), dim=-1)
+    distance = (torch.softmax(draft_logits, dim=-1) - teacher).abs().sum(dim=-1)
+    accept_rate = (1 - 0.5 * distance.detach()).clamp(0, 1)
+    sums |= {"l1_loss": _masked_sum(weight, distance, mask), "accept_rate": accept_rate}
+    if outputs.confidence_pred is not None:
+        confidence = outputs.confidence_pred.float()
+        bce = F.binary_cross_entropy_with_logits(confidence, accept_rate, reduction="none")
+        sums["confidence_loss"] = _masked_sum(weight, bce, mask)
+    return sums
+
+
+def _masked_sum(weight: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Sum of weight * values over the slots that count; whatever the others hold, even NaN, stays out."""
+    return (weight * values.masked_fill(mask == 0, 0.0)).sum()
+
+
+def _acceptance_sums(accept_rate: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Acceptance by position, and tau = 1 + sum_k prod_{j<=k} a_j m_j, over all blocks and over full ones."""
+    accepted = accept_rate.masked_fill(mask == 0, 0.0)
+    tau = 1 + accepted.cumprod(dim=-1).sum(dim=-1)  # [B, N]
+    any_slot, all_slots = mask.amax(dim=-1), mask.amin(dim=-1)
+    return {
+        "accept_rate_per_pos_num": accepted.sum(dim=(0, 1)),
+        "accept_rate_per_pos_den": mask.sum(dim=(0, 1)),
+        "tau_num": (tau * any_slot).sum(),
+        "tau_den": any_slot.sum(),
+        "tau_full_num": (tau * all_slots).sum(),
+        "tau_full_den": all_slots.sum(),
+    }
+
+
+def _calibration_sums(logits: Tensor, accept_rate: Tensor, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """How far sigmoid(confidence) lies from the acceptance rate, by slot and as a product over the block's prefix."""
+    confidence = torch.sigmoid(logits.float())
+    error = confidence - accept_rate
+    prefix_error = (confidence * mask).cumprod(dim=-1) - (accept_rate * mask).cumprod(dim=-1)
+    return {
+        "confidence_abs_error_num": _masked_sum(weight, error.abs(), mask),
+        "confidence_bias_num": _masked_sum(weight, error, mask),
+        "confidence_cumprod_bias_num": _masked_sum(weight, prefix_error, mask),
+        "confidence_diag_den": weight.sum(),
+    }

@@ -1,0 +1,288 @@
+"""The LightningModule: one frozen target and the draft that learns to speak for it."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from dspark_lightning.anchors import row_generator, sample_anchor_positions
+from dspark_lightning.drafts.base import DSparkDraft
+from dspark_lightning.drafts.config import DraftArgs
+from dspark_lightning.drafts.registry import QWEN3, DraftSpec, resolve_dspark_draft_spec
+from dspark_lightning.export import load_draft_weights
+from dspark_lightning.identity import check_identity
+from dspark_lightning.loss import EPS, compute_dspark_loss
+from dspark_lightning.outputs import DSparkForwardOutput
+from dspark_lightning.schedule import warmup_cosine
+from dspark_lightning.target import HFDSparkTargetModel, load_target
+
+_DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
+_BATCH_KEYS = ("input_ids", "attention_mask", "loss_mask", "row_id")
+
+
+class DSparkModule(LightningModule):
+    """Train a DSpark draft for a frozen target of any registered family.
+
+    The target stays outside the module tree: it is never trained, saved, cast or counted. Its dtype follows the
+    trainer's precision (bf16 for the bf16 precisions). The draft shares its frozen embedding and head with it.
+
+    Args:
+        target: model folder, hub id, or "embedded" for the tiny target that ships with the package.
+        mask_token_id: token whose embedding fills the slots to predict; it must never occur in the data.
+        gguf_file: name of a GGUF file in the target's folder.
+        num_draft_layers: decoder layers of the draft.
+        block_size: tokens proposed per block, K.
+        num_anchors: blocks trained per row, N.
+        markov_rank: rank of the Markov head; 0 leaves it out.
+        markov_head_type: vanilla, gated or rnn.
+        confidence_head_with_markov: whether the confidence head also reads the previous token.
+        confidence_head_alpha: weight of the confidence loss; 0 leaves the confidence head out.
+        target_layer_ids: feature layers; None spreads num_draft_layers of them.
+        loss_decay_gamma: slots are weighted exp(-k / gamma); None weighs them alike.
+        ce_loss_alpha: weight of the cross entropy.
+        l1_loss_alpha: weight of the total variation term.
+        optimizer: makes the optimizer from the trainable parameters.
+        warmup_ratio: share of the steps with a rising learning rate.
+        min_lr_ratio: fraction of the peak learning rate at the end of the cosine.
+        seed: of the draft's initial weights and of the anchors.
+        draft_init: folder of an exported draft to start from.
+        trust_remote_code: whether code that comes with the target may run.
+
+    Raises:
+        ValueError: a value out of range; one line that names it.
+    """
+
+    spec: ClassVar[DraftSpec | None] = None
+    """The family this module is bound to; None takes the one that the target's config asks for."""
+
+    def __init__(
+        self,
+        target: str,
+        mask_token_id: int,
+        gguf_file: str | None = None,
+        num_draft_layers: int = 5,
+        block_size: int = 7,
+        num_anchors: int = 512,
+        markov_rank: int = 256,
+        markov_head_type: str = "vanilla",
+        confidence_head_with_markov: bool = True,
+        confidence_head_alpha: float = 1.0,
+        target_layer_ids: list[int] | None = None,
+        loss_decay_gamma: float | None = 4.0,
+        ce_loss_alpha: float = 0.1,
+        l1_loss_alpha: float = 0.9,
+        optimizer: Callable[[Iterable], Optimizer] = lambda params: torch.optim.AdamW(  # type: ignore[type-arg]
+            params, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.0
+        ),
+        warmup_ratio: float = 0.04,
+        min_lr_ratio: float = 0.1,
+        seed: int = 0,
+        draft_init: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        # Plain data only: a sharded checkpoint could not be read back otherwise.
+        self.save_hyperparameters(ignore=["optimizer"])
+        self.draft_args = DraftArgs(
+            mask_token_id=mask_token_id,
+            num_draft_layers=num_draft_layers,
+            block_size=block_size,
+            num_anchors=num_anchors,
+            markov_rank=markov_rank,
+            markov_head_type=markov_head_type,
+            confidence_head_with_markov=confidence_head_with_markov,
+            confidence_head_alpha=confidence_head_alpha,
+            target_layer_ids=target_layer_ids,
+        )
+        for name, value in (("warmup_ratio", warmup_ratio), ("min_lr_ratio", min_lr_ratio)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must lie in 0..1, got {value}")
+        self.optimizer = optimizer
+        self.draft: DSparkDraft | None = None
+        self.target: HFDSparkTargetModel | None = None
+        self._window_den: Tensor | float = 0.0
+
+    # Building -----------------------------------------------------------------------------------------------------
+
+    def load_target(self) -> PreTrainedModel:
+        """Load the frozen target. Override this to bring a model object of your own."""
+        dtype = torch.float32
+        if self._trainer is not None:
+            dtype = _DTYPES.get(self.trainer.precision.partition("-")[0], torch.float32)
+        hp = self.hparams
+        return load_target(hp["target"], hp["gguf_file"], dtype, hp["trust_remote_code"])
+
+    def configure_model(self) -> None:
+        """Build target and draft, once; Lightning calls this before every entry point."""
+        if self.draft is not None:
+            return
+        model = self.load_target()
+        names = [*(model.config.architectures or ()), model.config.model_type]
+        spec = resolve_dspark_draft_spec(names)
+        if self.spec is not None and spec is not self.spec:
+            raise ValueError(f"{type(self).__name__} does not serve a target of type {names[-1]!r}: use DSparkModule")
+        config = spec.build_config(model.config, self.draft_args)
+        if self._trainer is not None:
+            cast(nn.Module, model).to(self.trainer.strategy.root_device)
+        self.target = HFDSparkTargetModel(model, config.target_layer_ids)
+        with torch.random.fork_rng():  # the initial weights follow from `seed` alone, on every rank
+            torch.manual_seed(self.hparams["seed"])
+            draft = spec.model_class(config)
+        draft.initialize_embeddings_and_head(embed_tokens=self.target.embed_tokens, lm_head=self.target.lm_head)
+        if self.hparams["draft_init"] is not None:
+            load_draft_weights(draft, self.hparams["draft_init"])
+        self.draft = draft
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Add the callbacks that no run should miss, where the trainer does not have them already."""
+        from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
+
+        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        return [kind() for kind in (AcceptanceMetrics, RopePrecisionCheck) if kind not in present]
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """Build the optimizer over the trainable parameters and the warmup-cosine schedule.
+
+        Raises:
+            ValueError: the number of steps is unknown.
+        """
+        optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
+        total_steps = self.trainer.estimated_stepping_batches
+        if not 0 < total_steps < float("inf"):
+            raise ValueError(f"the number of steps is {total_steps}: set trainer.max_steps or trainer.max_epochs")
+        scheduler = warmup_cosine(
+            optimizer, int(total_steps), self.hparams["warmup_ratio"], self.hparams["min_lr_ratio"]
+        )
+        self._configured_groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Make this run's optimizer settings hold: a resumed checkpoint has just put back its own."""
+        optimizer = self.trainer.optimizers[0]
+        scheduler = cast(LambdaLR, self.trainer.lr_scheduler_configs[0].scheduler)
+        scheduler.base_lrs = [group["initial_lr"] for group in self._configured_groups]
+        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
+        for group, configured in zip(optimizer.param_groups, self._configured_groups, strict=True):
+            group.update(configured)
+            group["lr"] = configured["initial_lr"] * factor
+
+    # Steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        """Capture features, sample anchors, draft, and return the loss numerator with the terms of its metrics."""
+        loss, terms = self._loss(batch, epoch=self.current_epoch)
+        # The numerator is backpropagated; `on_before_optimizer_step` divides by the denominator of the whole window.
+        # Lightning divides by accumulate_grad_batches, so that factor is put back.
+        numerator = loss * (terms["loss_den"] + EPS) * self.trainer.accumulate_grad_batches
+        self._window_den = self._window_den + terms["loss_den"]
+        return {"loss": numerator, "terms": terms}
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        """Terms of one batch, with anchors that are the same in every validation run."""
+        return {"terms": self._loss(batch, epoch=0)[1]}
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
+        """As `validation_step`."""
+        return self.validation_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Normalise the gradients by the weights of all supervised slots of the window, over all ranks.
+
+        So every supervised token weighs the same, however the window was cut into micro-batches and ranks.
+        """
+        den = torch.as_tensor(self._window_den, device=self.device)
+        den = self.trainer.strategy.reduce(den, reduce_op="sum")
+        scale = self.trainer.world_size / (den + EPS)  # gradients are averaged over ranks, the loss is a sum
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale.to(parameter.grad.dtype))
+        self._window_den = 0.0
+
+    def forward(self, batch: dict[str, Tensor], epoch: int = 0) -> DSparkForwardOutput:
+        """Capture the target's features for a batch and draft its blocks.
+
+        Args:
+            batch: input_ids, attention_mask, loss_mask [B, S] and row_id [B].
+            epoch: which draw of anchors; validation uses 0.
+
+        Raises:
+            ValueError: a key is missing from the batch.
+        """
+        missing = [key for key in _BATCH_KEYS if key not in batch]
+        if missing:
+            raise ValueError(f"the batch has no {missing[0]!r}: a datamodule must give {', '.join(_BATCH_KEYS)}")
+        if self.draft is None or self.target is None:
+            raise RuntimeError("the draft is not built yet: call configure_model() first, or run through a Trainer")
+        captured = self.target.generate_batch(
+            batch["input_ids"],
+            batch["attention_mask"],
+            batch["loss_mask"],
+            batch.get("position_ids"),
+            batch.get("seq_lens"),
+            batch.get("doc_remaining"),
+        )
+        generators = [row_generator(self.hparams["seed"], epoch, row) for row in batch["row_id"].tolist()]
+        anchors, keep = sample_anchor_positions(
+            captured.input_ids.shape[1],
+            captured.loss_mask,
+            self.draft.num_anchors,
+            captured.input_ids.device,
+            captured.doc_remaining,
+            generators,
+        )
+        output: DSparkForwardOutput = self.draft(
+            **vars(captured), anchor_positions=anchors, block_keep_mask=keep, attention_mask=batch["attention_mask"]
+        )
+        return output
+
+    def _loss(self, batch: dict[str, Tensor], epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        hp = self.hparams
+        return compute_dspark_loss(
+            outputs=self(batch, epoch),
+            loss_decay_gamma=hp["loss_decay_gamma"],
+            ce_loss_alpha=hp["ce_loss_alpha"],
+            l1_loss_alpha=hp["l1_loss_alpha"],
+            confidence_head_alpha=hp["confidence_head_alpha"],
+            return_terms=True,
+        )
+
+    # Checkpoints --------------------------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        """What this run trains for; saved with every checkpoint and compared on load."""
+        if self.draft is None or self.target is None:
+            raise RuntimeError("the draft is not built yet: call configure_model() first, or run through a Trainer")
+        return {
+            "target": self.hparams["target"],
+            "target_fingerprint": self.target.fingerprint(),
+            "draft_config": self.draft.config.to_dict(),
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the run's identity."""
+        checkpoint["dspark"] = self.identity()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another target, mask token, block size, layers or heads.
+
+        Raises:
+            ValueError: names the field and both values.
+        """
+        if "dspark" not in checkpoint:
+            raise ValueError("the checkpoint was not written by a DSparkModule: it has no 'dspark'")
+        check_identity(self.identity(), checkpoint["dspark"])
+
+
+class Qwen3DSpark(DSparkModule):
+    """`DSparkModule` bound to the Qwen3 draft: Qwen3 (dense, MoE), Qwen2, Llama and Mistral targets."""
+
+    spec = QWEN3

@@ -1,0 +1,33 @@
+"""The surroundings of every test: no hub, no network beyond this machine, one thread."""
+
+import os
+
+# Read when torch, transformers and matplotlib are imported, so set before any of them is.
+os.environ.update(
+    HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", MPLBACKEND="Agg"
+)
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_network() -> Iterator[None]:
+    """Refuse every connection of this process that would leave the machine."""
+    connect = socket.socket.connect
+
+    def local_connect(self: socket.socket, address: tuple[str, int] | str) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and not address[0].startswith(LOOPBACK):
+            raise OSError(f"a test may not use the network, but tried to reach {address}")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", local_connect)
+        yield

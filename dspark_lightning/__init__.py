@@ -6,4 +6,71 @@ from pathlib import Path
 if not (Path(__file__).parent / "callbacks").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
+from dspark_lightning.anchors import (
+    build_anchor_candidate_mask,
+    build_eval_mask,
+    context_doc_ids,
+    create_noise_embed,
+    create_position_ids,
+    sample_anchor_positions,
+)
+from dspark_lightning.drafts.qwen3 import Qwen3DSparkModel, build_qwen3_draft_config
+from dspark_lightning.drafts.registry import (
+    DSPARK_DRAFT_REGISTRY,
+    build_draft_config,
+    build_draft_model,
+    resolve_dspark_draft_spec,
+)
+from dspark_lightning.export import export_draft, load_pretrained_draft
+from dspark_lightning.heads import (
+    AcceptRatePredictor,
+    GatedMarkovHead,
+    RNNHead,
+    VanillaMarkov,
+    build_markov_head,
+)
+from dspark_lightning.loss import compute_dspark_loss
+from dspark_lightning.module import DSparkModule, Qwen3DSpark
+from dspark_lightning.outputs import DSparkForwardOutput
+from dspark_lightning.rope import pin_rope_inv_freq_fp32
+from dspark_lightning.target import (
+    DSparkTargetBatch,
+    HFDSparkTargetModel,
+    build_target_layer_ids,
+    extract_context_feature,
+    validate_target_layer_ids,
+)
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "DSPARK_DRAFT_REGISTRY",
+    "AcceptRatePredictor",
+    "DSparkForwardOutput",
+    "DSparkModule",
+    "DSparkTargetBatch",
+    "GatedMarkovHead",
+    "HFDSparkTargetModel",
+    "Qwen3DSpark",
+    "Qwen3DSparkModel",
+    "RNNHead",
+    "VanillaMarkov",
+    "build_anchor_candidate_mask",
+    "build_draft_config",
+    "build_draft_model",
+    "build_eval_mask",
+    "build_markov_head",
+    "build_qwen3_draft_config",
+    "build_target_layer_ids",
+    "compute_dspark_loss",
+    "context_doc_ids",
+    "create_noise_embed",
+    "create_position_ids",
+    "export_draft",
+    "extract_context_feature",
+    "load_pretrained_draft",
+    "pin_rope_inv_freq_fp32",
+    "resolve_dspark_draft_spec",
+    "sample_anchor_positions",
+    "validate_target_layer_ids",
+]

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jsonargparse
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.cli import ArgsType, LightningCLI
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningCLI
 
 # Importing these makes their short names known to the command line.
 import dspark_lightning.callbacks
 import dspark_lightning.datamodules  # noqa: F401
 from dspark_lightning import __version__
-from dspark_lightning.export import check_export_name, export_draft, load_checkpoint_draft
+from dspark_lightning.export import check_export_name, export_draft, load_checkpoint_draft, serve_command
 from dspark_lightning.module import DSparkModule
 
 
@@ -26,6 +26,28 @@ class DSparkCLI(LightningCLI):
         The module compares the two itself and refuses what cannot change.
         """
 
+    def after_fit(self) -> None:
+        """Print what was learned, where it is, and how to look at it."""
+        if self.trainer.is_global_zero:
+            print(summary(self.trainer))
+
+
+def summary(trainer: Trainer) -> str:
+    """Say in a few lines what a fit reached on the validation rows.
+
+    Args:
+        trainer: after `fit`.
+    """
+    values = {name.removeprefix("val/"): float(v) for name, v in trainer.callback_metrics.items() if "val/" in name}
+    rates = [value for name, value in values.items() if name.startswith("accept_rate@")]
+    lines = [f"Trained {trainer.global_step} steps; logs in {trainer.log_dir}"]
+    if "tau" in values:
+        lines += [
+            f"Held-out rows: {values['tau']:.2f} tokens per target pass (tau), at most {len(rates) + 1}",
+            "Acceptance by position in the block: " + " ".join(f"{rate:.2f}" for rate in rates),
+        ]
+    return "\n".join([*lines, f"Curves: tensorboard --logdir {trainer.log_dir}"])
+
 
 def export(ckpt_path: Path, output: Path) -> None:
     """Write the draft of a training checkpoint as a folder that serving engines load.
@@ -35,8 +57,9 @@ def export(ckpt_path: Path, output: Path) -> None:
         output: folder to write; its name must contain "dspark" and not "dflash".
     """
     check_export_name(output)
-    export_draft(load_checkpoint_draft(ckpt_path), output)
-    print(f"wrote {output}; serve it beside its target, for example: vllm serve TARGET --speculative-config ...")
+    draft, target = load_checkpoint_draft(ckpt_path)
+    path = export_draft(draft, output)
+    print(f"Draft exported to {path}\nNext: {serve_command(path, target, draft.block_size)}")
 
 
 TOOLS: dict[str, Callable[..., None]] = {"export": export}

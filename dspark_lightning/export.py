@@ -6,6 +6,7 @@ llama.cpp's converter look for.
 
 import json
 import pickle
+import shlex
 import shutil
 import warnings
 from pathlib import Path
@@ -50,6 +51,12 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
     (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
     _replace_folder(scratch, path)
     return path
+
+
+def serve_command(path: Path, target: str, block_size: int) -> str:
+    """The command that serves an exported draft beside its target."""
+    speculative = json.dumps({"model": str(path), "num_speculative_tokens": block_size})
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"
 
 
 def check_export_name(path: str | Path) -> Path:
@@ -119,9 +126,8 @@ def load_pretrained_draft(path: str | Path) -> DSparkDraft:
     config = _read_config(Path(path))
     draft = build_draft_from_config(config)
     state = _read_weights(Path(path))
-    draft = draft.to(next(iter(state.values())).dtype)
     _load_strict(draft, state, Path(path))
-    return draft.eval()
+    return draft.to(state["fc.weight"].dtype).eval()
 
 
 def load_draft_weights(draft: DSparkDraft, path: str | Path) -> None:
@@ -135,23 +141,27 @@ def load_draft_weights(draft: DSparkDraft, path: str | Path) -> None:
     _load_strict(draft, state | own, Path(path))
 
 
-def load_checkpoint_draft(ckpt_path: str | Path) -> DSparkDraft:
+def load_checkpoint_draft(ckpt_path: str | Path) -> tuple[DSparkDraft, str]:
     """Take the draft out of a training checkpoint file; the target is not needed.
+
+    Returns:
+        the draft, and the name of the target it was trained for.
 
     Raises:
         ValueError: the file cannot be read, or was not written by a `DSparkModule`.
     """
     try:
         checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True, mmap=True)
-        config = checkpoint["dspark"]["draft_config"]
+        tensors, identity = checkpoint["state_dict"], checkpoint["dspark"]
+        config, target = identity["draft_config"], identity["target"]
     except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"cannot read a draft from the checkpoint {str(ckpt_path)!r}: {reason}") from error
     prefix = "draft."
-    state = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
+    state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     draft = build_draft_from_config(config)
     _load_strict(draft, state, Path(ckpt_path))
-    return draft.eval()
+    return draft.eval(), target
 
 
 def build_draft_from_config(config: dict[str, Any]) -> DSparkDraft:
@@ -161,15 +171,23 @@ def build_draft_from_config(config: dict[str, Any]) -> DSparkDraft:
         ValueError: no registered draft has the config's architecture.
     """
     model_class = resolve_draft_class(config.get("architectures"))
-    given = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
-    return model_class(model_class.config_class.from_dict(given))
+    given = {"confidence_head_with_markov": False, **config}
+    if given.get("rope_parameters"):  # the older pair says the same again
+        given = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_scaling")}
+    try:
+        return model_class(model_class.config_class.from_dict(given))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"the config of a {model_class.__name__} cannot be used: {reason}") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = json.loads((path / _CONFIG).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        config: dict[str, Any] = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {str(path / _CONFIG)!r}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{str(path / _CONFIG)!r} must hold an object of config fields, got a {type(config).__name__}")
     return config
 
 

@@ -77,7 +77,7 @@ def compute_dspark_loss(
     with torch.autocast(outputs.draft_logits.device.type, enabled=False):
         mask = outputs.eval_mask.float()
         weight = mask * _slot_decay(outputs, loss_decay_gamma)
-        sums = _loss_sums(outputs, mask, weight)
+        sums = _loss_sums(outputs, weight)
         accept_rate = sums.pop("accept_rate", None)
         den = weight.sum() + EPS
         alphas = {"ce_loss": ce_loss_alpha, "l1_loss": l1_loss_alpha, "confidence_loss": confidence_head_alpha}
@@ -101,36 +101,34 @@ def _slot_decay(outputs: DSparkForwardOutput, gamma: float | None) -> Tensor:
     return torch.ones_like(slots) if gamma is None else torch.exp(-slots / gamma)
 
 
-def _loss_sums(outputs: DSparkForwardOutput, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """Weighted sums of the loss terms, and the acceptance rates [B, N, K] under "accept_rate"."""
-    draft_logits = outputs.draft_logits.float()
-    ce = F.cross_entropy(draft_logits.flatten(0, 2), outputs.target_ids.flatten(), reduction="none").view_as(weight)
-    sums = {"ce_loss": _masked_sum(weight, ce, mask)}
+def _loss_sums(outputs: DSparkForwardOutput, weight: Tensor) -> dict[str, Tensor]:
+    """Weighted sums of the loss terms, and the acceptance rates [B, N, K] (0 where off) under "accept_rate".
+
+    Only slots that count are read: whatever the others hold, even NaN, reaches neither the loss nor a gradient.
+    """
+    on = outputs.eval_mask
+    slot_weight = weight[on]  # [n], and so are the terms below
+    logits = outputs.draft_logits[on].float()  # [n, V]
+    ce = F.cross_entropy(logits, outputs.target_ids[on], reduction="none")
+    sums = {"ce_loss": (slot_weight * ce).sum()}
     if outputs.aligned_target_logits is None:
         return sums
-    teacher = torch.softmax(outputs.aligned_target_logits.detach().float(), dim=-1)
-    distance = (torch.softmax(draft_logits, dim=-1) - teacher).abs().sum(dim=-1)
-    accept_rate = (1 - 0.5 * distance.detach()).clamp(0, 1)
-    sums |= {"l1_loss": _masked_sum(weight, distance, mask), "accept_rate": accept_rate}
+    teacher = torch.softmax(outputs.aligned_target_logits[on].detach().float(), dim=-1)
+    distance = (torch.softmax(logits, dim=-1) - teacher).abs().sum(dim=-1)
+    accepted = (1 - 0.5 * distance.detach()).clamp(0, 1)
+    sums["l1_loss"] = (slot_weight * distance).sum()
     if outputs.confidence_pred is not None:
-        confidence = outputs.confidence_pred.float()
-        bce = F.binary_cross_entropy_with_logits(confidence, accept_rate, reduction="none")
-        sums["confidence_loss"] = _masked_sum(weight, bce, mask)
-    return sums
-
-
-def _masked_sum(weight: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """Sum of weight * values over the slots that count; whatever the others hold, even NaN, stays out."""
-    return (weight * values.masked_fill(mask == 0, 0.0)).sum()
+        bce = F.binary_cross_entropy_with_logits(outputs.confidence_pred[on].float(), accepted, reduction="none")
+        sums["confidence_loss"] = (slot_weight * bce).sum()
+    return sums | {"accept_rate": torch.zeros_like(weight).masked_scatter(on, accepted)}
 
 
 def _acceptance_sums(accept_rate: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Acceptance by position, and tau = 1 + sum_k prod_{j<=k} a_j m_j, over all blocks and over full ones."""
-    accepted = accept_rate.masked_fill(mask == 0, 0.0)
-    tau = 1 + accepted.cumprod(dim=-1).sum(dim=-1)  # [B, N]
+    tau = 1 + accept_rate.cumprod(dim=-1).sum(dim=-1)  # [B, N]
     any_slot, all_slots = mask.amax(dim=-1), mask.amin(dim=-1)
     return {
-        "accept_rate_per_pos_num": accepted.sum(dim=(0, 1)),
+        "accept_rate_per_pos_num": accept_rate.sum(dim=(0, 1)),
         "accept_rate_per_pos_den": mask.sum(dim=(0, 1)),
         "tau_num": (tau * any_slot).sum(),
         "tau_den": any_slot.sum(),
@@ -141,12 +139,12 @@ def _acceptance_sums(accept_rate: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 def _calibration_sums(logits: Tensor, accept_rate: Tensor, mask: Tensor, weight: Tensor) -> dict[str, Tensor]:
     """How far sigmoid(confidence) lies from the acceptance rate, by slot and as a product over the block's prefix."""
-    confidence = torch.sigmoid(logits.float())
-    error = confidence - accept_rate
-    prefix_error = (confidence * mask).cumprod(dim=-1) - (accept_rate * mask).cumprod(dim=-1)
+    confidence = torch.sigmoid(logits.float()).masked_fill(mask == 0, 0.0)
+    error = confidence - accept_rate  # 0 where a slot is off
+    prefix_error = confidence.cumprod(dim=-1) - accept_rate.cumprod(dim=-1)
     return {
-        "confidence_abs_error_num": _masked_sum(weight, error.abs(), mask),
-        "confidence_bias_num": _masked_sum(weight, error, mask),
-        "confidence_cumprod_bias_num": _masked_sum(weight, prefix_error, mask),
+        "confidence_abs_error_num": (weight * error.abs()).sum(),
+        "confidence_bias_num": (weight * error).sum(),
+        "confidence_cumprod_bias_num": (weight * prefix_error).sum(),
         "confidence_diag_den": weight.sum(),
     }

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
+from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.config import DraftArgs
 from dspark_lightning.drafts.registry import QWEN3, DraftSpec, resolve_dspark_draft_spec
@@ -141,10 +142,9 @@ class DSparkModule(LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Add the callbacks that no run should miss, where the trainer does not have them already."""
-        from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
-
-        present = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
-        return [kind() for kind in (AcceptanceMetrics, RopePrecisionCheck) if kind not in present]
+        present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        kinds = (AcceptanceMetrics, RopePrecisionCheck)
+        return [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in present)]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Build the optimizer over the trainable parameters and the warmup-cosine schedule.

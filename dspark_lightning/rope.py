@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 # These recompute `inv_freq` from the sequence length; only their `original_inv_freq` has one right value.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+_TOLERANCE = 1e-6
 
 
 def pin_rope_inv_freq_fp32(rotary_emb: nn.Module | None) -> None:
@@ -39,12 +40,12 @@ def rope_errors(model: nn.Module) -> list[str]:
         fresh = _fresh_frequencies(rotary)
         for name, buffer in _frequency_buffers(rotary):
             where = f"{path}.{name}" if path else name
+            error = 0.0 if buffer.is_meta or name not in fresh else _relative_error(buffer, fresh[name])
             if buffer.dtype != torch.float32:
-                errors.append(f"{where} is {str(buffer.dtype).removeprefix('torch.')}, must be float32")
-            elif name in fresh and not buffer.is_meta:
-                error = _relative_error(buffer, fresh[name])
-                if not error <= 1e-6:
-                    errors.append(f"{where} is off by {error:.1e} of its value")
+                dtype = str(buffer.dtype).removeprefix("torch.")
+                errors.append(f"{where} is {dtype} and off by {error:.1e} of its value, must be float32")
+            elif not error <= _TOLERANCE:  # written so that NaN is an error
+                errors.append(f"{where} is off by {error:.1e} of its value")
     return errors
 
 
@@ -84,10 +85,13 @@ def _rebuild(rotary: nn.Module) -> None:
     if not hasattr(rotary, "config"):
         raise ValueError(f"cannot rebuild the RoPE frequencies of {type(rotary).__name__}: it has no .config")
     with torch.device("cpu"):
-        fresh = dict(_frequency_buffers(type(rotary)(rotary.config)))
+        fresh = type(rotary)(rotary.config)
+    tables = dict(_frequency_buffers(fresh))
     for name, buffer in list(_frequency_buffers(rotary)):
         if not buffer.is_meta:
-            setattr(rotary, name, fresh[name].float().to(buffer.device))
+            setattr(rotary, name, tables[name].float().to(buffer.device))
+    if hasattr(fresh, "max_seq_len_cached"):  # the length that length-dependent tables stand for
+        rotary.max_seq_len_cached = fresh.max_seq_len_cached
 
 
 def _relative_error(buffer: Tensor, fresh: Tensor) -> float:

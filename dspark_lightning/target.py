@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
@@ -255,7 +256,17 @@ def load_target(
     Raises:
         ValueError: the target cannot be read; one line that names it.
     """
-    model = _load(AutoModelForCausalLM, target, gguf_file, dtype=dtype, trust_remote_code=trust_remote_code)
+    model, info = _load(
+        AutoModelForCausalLM,
+        target,
+        gguf_file,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:  # they would be random numbers
+        raise ValueError(f"the target {target!r} has no weights for {missing[0]!r} and {len(missing) - 1} others")
     return cast(PreTrainedModel, model)
 
 
@@ -267,7 +278,7 @@ def _load(auto_class: Any, target: str, gguf_file: str | None, **kwargs: Any) ->
     hf_logging.set_verbosity_error()
     try:
         return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         file = f" (file {gguf_file!r})" if gguf_file else ""
         raise ValueError(f"cannot read the target {target!r}{file}: {reason}") from error

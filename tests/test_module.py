@@ -225,8 +225,8 @@ def test_another_family_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_size": 0}, "block_size must be at least 1, got 0"),
-        ({"num_anchors": 0}, "num_anchors must be at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+        ({"num_anchors": 0}, "num_anchors must be an integer of at least 1, got 0"),
         ({"markov_head_type": "lstm"}, "markov_head_type must be one of vanilla, gated, rnn, got 'lstm'"),
         ({"warmup_ratio": 1.5}, "warmup_ratio must lie in 0..1, got 1.5"),
     ],

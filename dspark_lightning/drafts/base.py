@@ -135,7 +135,7 @@ class DSparkDraft(nn.Module):
             ),
             block_keep_mask=block_keep_mask,
             confidence_pred=self.predict_confidence_step(hidden, prev_ids),
-            aligned_target_logits=self._teacher_logits(target_last_hidden_states, safe_labels - 1),
+            aligned_target_logits=self._teacher_logits(target_last_hidden_states, (safe_labels - 1).clamp(min=0)),
         )
 
     def _run_blocks(

@@ -40,8 +40,13 @@ class DraftArgs:
     def __post_init__(self) -> None:
         for name, least in (("num_draft_layers", 1), ("block_size", 1), ("num_anchors", 1), ("markov_rank", 0)):
             value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if not _is_integer(value) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if not _is_integer(self.mask_token_id):
+            raise ValueError(f"mask_token_id must be an integer, got {self.mask_token_id!r}")
+        ids = self.target_layer_ids
+        if ids is not None and not (isinstance(ids, Sequence) and all(_is_integer(i) for i in ids)):
+            raise ValueError(f"target_layer_ids must be a list of integers, got {ids!r}")
         if self.markov_head_type not in MARKOV_HEADS:
             kinds = ", ".join(MARKOV_HEADS)
             raise ValueError(f"markov_head_type must be one of {kinds}, got {self.markov_head_type!r}")
@@ -68,6 +73,10 @@ class DraftArgs:
         if given.get("mask_token_id") is None:
             raise ValueError("mask_token_id is not set: give the id of a token that never occurs in the data")
         return cls(**given)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shared_draft_fields(text_config: PretrainedConfig, args: DraftArgs, architecture: str) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def build_qwen3_draft_config(target_config: PretrainedConfig, model_args: Any) -
     args = DraftArgs.of(model_args)
     heads = text.num_attention_heads
     shared = shared_draft_fields(text, args, Qwen3DSparkModel.__name__)
-    rope = {key: value for key, value in text.rope_parameters.items() if key != "mrope_section"}
+    # Multi-axis positions are the target's own affair: on text they are plain positions, which is all the draft sees.
+    rope = {k: v for k, v in text.rope_parameters.items() if not k.startswith("mrope") and k != "type"}
     if rope.get("rope_type") == "mrope":
         rope["rope_type"] = "default"
     backbone = {name: getattr(text, name) for name in _COPIED if hasattr(text, name)}

@@ -1,0 +1,40 @@
+# make demo: a drafter trained from nothing. make test: the tests. Both create the environment first, once.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+
+# Everything but the installation works without network. One thread a process: the models here are tiny.
+OFFLINE = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+TESTING = $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+.PHONY: demo test test-all lint types format
+.DEFAULT_GOAL = demo
+
+demo: $(STAMP)
+	@$(OFFLINE) $(BIN)/dspark fit --config configs/quickstart.yaml
+
+test: $(STAMP)
+	@$(TESTING) $(BIN)/python -m pytest -q
+
+test-all: $(STAMP)
+	@$(TESTING) $(BIN)/python -m pytest -q -m ""
+
+lint: $(STAMP)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(STAMP)
+	@$(BIN)/python scripts/typecheck.py
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+# A changed dependency list installs again; the stamp is written only when all went well.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV), a few minutes the first time ..."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) \
+		|| { echo "This needs Python 3.11 or newer with venv. Name yours: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
+	@touch $(STAMP)

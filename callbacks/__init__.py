@@ -1,0 +1,8 @@
+"""Lightning callbacks for training DSpark drafts."""
+
+from dspark_lightning.callbacks.acceptance import AcceptanceMetrics
+from dspark_lightning.callbacks.draft_export import DraftExport
+from dspark_lightning.callbacks.rope_precision import RopePrecisionCheck
+from dspark_lightning.callbacks.step_timer import StepTimer
+
+__all__ = ["AcceptanceMetrics", "DraftExport", "RopePrecisionCheck", "StepTimer"]

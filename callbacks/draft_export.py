@@ -1,0 +1,95 @@
+"""Export the draft, ready to serve, with every checkpoint and at the end of the fit.
+
+Example:
+    >>> from lightning.pytorch import Trainer
+    >>> trainer = Trainer(callbacks=[DraftExport("runs/drafts")])  # doctest: +SKIP
+
+    writes runs/drafts/dspark-step=500, ... and runs/drafts/dspark-draft.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info
+
+from dspark_lightning.drafts.base import DSparkDraft
+from dspark_lightning.export import export_draft, serve_command
+
+
+class DraftExport(Callback):
+    """Write `dspark-step=N` with every checkpoint that is saved, and `dspark-draft` at the end of every fit.
+
+    The weights are those of the checkpoint. A step's folder is deleted once ModelCheckpoint has deleted the checkpoints
+    saved at that step (when the next one is written, or at the end of the fit). `dspark-draft` is also written when the
+    fit ends before any checkpoint, and when it is interrupted by Ctrl-C; a second fit replaces it. With fast_dev_run
+    nothing is written, as for checkpoints.
+
+    Args:
+        dirpath: parent of the folders; None takes the trainer's log_dir.
+    """
+
+    def __init__(self, dirpath: str | None = None) -> None:
+        self.dirpath = dirpath
+        self._parent = Path()
+        self._checkpoints: dict[Path, set[Path]] = {}  # what ModelCheckpoint saved at the step of each folder
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Fix the parent folder; log_dir is agreed upon by all ranks."""
+        del pl_module
+        if stage == "fit":
+            self._parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
+            self._checkpoints = {}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Export what is about to be saved, once per step however many checkpoints it has."""
+        del checkpoint
+        if not trainer.is_global_zero:
+            return
+        folder = self._parent / f"dspark-step={trainer.global_step}"
+        if folder not in self._checkpoints:
+            self._delete_stale()
+            self._export(pl_module, folder)
+        self._checkpoints.setdefault(folder, set()).update(_about_to_be_saved(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Export the final draft and say how to serve it."""
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._delete_stale()
+            self._export_final(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Ctrl-C ends a fit too."""
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and trainer.global_step > 0:
+            self._export_final(pl_module)
+
+    def _export_final(self, pl_module: LightningModule) -> None:
+        path = self._export(pl_module, self._parent / "dspark-draft")
+        hp = pl_module.hparams
+        rank_zero_info(f"Next: {serve_command(path, hp['target'], hp['block_size'])}")
+
+    def _export(self, pl_module: LightningModule, folder: Path) -> Path:
+        path = export_draft(cast(DSparkDraft, pl_module.draft), folder)
+        rank_zero_info(f"Draft exported to {path}")
+        return path
+
+    def _delete_stale(self) -> None:
+        """Delete the folders of steps whose checkpoints are known, and gone."""
+        for folder, checkpoints in list(self._checkpoints.items()):
+            if checkpoints and not any(path.exists() for path in checkpoints):
+                shutil.rmtree(folder, ignore_errors=True)
+                del self._checkpoints[folder]
+
+
+def _about_to_be_saved(trainer: Trainer) -> set[Path]:
+    """The checkpoints that ModelCheckpoint counts as its own already, but that are not there yet."""
+    named = {
+        Path(path)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+        for path in (*callback.best_k_models, callback.best_model_path)
+        if path
+    }
+    return {path for path in named if not path.exists()}

@@ -1,0 +1,131 @@
+"""From a source to a table of token ids and loss masks, kept in the cache of `datasets`."""
+
+import hashlib
+import inspect
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import transformers
+from datasets import Dataset, Features, Sequence, Value
+
+from dspark_lightning.datamodules import loss_mask, rows
+from dspark_lightning.datamodules.loss_mask import ChatRenderer, Encoded
+from dspark_lightning.datamodules.rows import BadRow, TokenRow, parse_row
+from dspark_lightning.datamodules.source import Source
+
+FEATURES = Features(
+    {
+        "row_id": Value("int64"),  # index in the unsliced source
+        "input_ids": Sequence(Value("int32")),
+        "loss_mask": Sequence(Value("uint8")),
+        "supervised": Value("int32"),  # tokens with loss_mask on
+        "cut": Value("bool"),  # was longer than max_length
+        "digest": Value("int64"),  # of input_ids: equal rows have equal digests
+        "bad": Value("bool"),  # malformed: nothing was encoded
+    }
+)
+_EMPTY: Encoded = (np.empty(0, np.int32), np.empty(0, np.uint8))
+
+
+@dataclass(frozen=True)
+class RowEncoder:
+    """Turns the rows of a source into a table with `FEATURES`, one row for each that is not blank.
+
+    Attributes:
+        renderer: Renders and tokenises conversations.
+        max_length: Only so many first tokens of a row are kept.
+        mask_token_id: The draft's mask token: no row may contain it.
+        max_bad_rows: So many rows may be malformed.
+    """
+
+    renderer: ChatRenderer
+    max_length: int
+    mask_token_id: int
+    max_bad_rows: int = 0
+
+    def encode(self, source: Source) -> Dataset:
+        """The table of a source, from the cache when source, tokenizer, template, settings and this code are the same.
+
+        Raises:
+            ValueError: More than `max_bad_rows` malformed rows, a row with the mask token, or an unusable template; the row
+                is named.
+        """
+        bad: list[str] = []
+
+        def encode_batch(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+            return self._encode_batch(source, batch, source.row_ids[indices].tolist(), bad)
+
+        return source.table.map(
+            encode_batch,
+            batched=True,
+            with_indices=True,
+            remove_columns=source.table.column_names,
+            features=FEATURES,
+            new_fingerprint=self._fingerprint(source),
+            desc=f"Tokenising {source.name}",
+        )
+
+    def _fingerprint(self, source: Source) -> str:
+        # Not the one that `datasets` would take, which does not always tell one tokenizer from another.
+        origin = [source.table._fingerprint, source.is_json, hashlib.blake2b(source.row_ids.tobytes()).hexdigest()]
+        settings = [self.max_length, self.mask_token_id, self.max_bad_rows, transformers.__version__]
+        code = [inspect.getsource(module) for module in (loss_mask, rows, sys.modules[__name__])]
+        state = json.dumps([origin, settings, code, self.renderer.state()], sort_keys=True, default=str)
+        return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
+
+    def _encode_batch(
+        self, source: Source, batch: dict[str, list[Any]], row_ids: list[int], bad: list[str]
+    ) -> dict[str, list[Any]]:
+        encoded: dict[int, Encoded] = {}
+        chats = {}
+        first_bad = len(bad)
+        for i, row_id in enumerate(row_ids):
+            try:
+                if (record := source.record(batch, i)) is None:
+                    continue
+                row = parse_row(record)
+                encoded[row_id] = _EMPTY  # keeps the rows in order
+                if isinstance(row, TokenRow):
+                    encoded[row_id] = self._token_row(row)
+                else:
+                    chats[row_id] = self.renderer.render(row)
+            except BadRow as error:
+                bad.append(str(error))
+                if len(bad) > self.max_bad_rows:
+                    count = f" ({len(bad)} bad rows, max_bad_rows allows {self.max_bad_rows})" if self.max_bad_rows else ""
+                    raise ValueError(f"{source.place(row_id)}: {error}{count}") from error
+                encoded[row_id] = _EMPTY
+            except ValueError as error:
+                raise ValueError(f"{source.place(row_id)}: {error}") from error
+        encoded.update(zip(chats, self.renderer.encode(list(chats.values())), strict=True))
+        table_rows = [self._table_row(source, row_id, pair, errors.get(row_id, "")) for row_id, pair in encoded.items()]
+        return {name: [row[name] for row in table_rows] for name in FEATURES}
+
+    def _table_row(self, source: Source, row_id: int, encoded: Encoded, error: str) -> dict[str, Any]:
+        ids, mask = (array[: self.max_length] for array in encoded)
+        masked = np.flatnonzero(ids == self.mask_token_id)
+        if len(masked):
+            token = self.renderer.tokenizer.convert_ids_to_tokens(self.mask_token_id)
+            raise ValueError(
+                f"{source.place(row_id)}: token {masked[0]} of the row is the mask_token_id {self.mask_token_id} ({token!r}): "
+                "the mask token must be one that the data never holds"
+            )
+        return {
+            "row_id": row_id,
+            "input_ids": ids,
+            "loss_mask": mask,
+            "supervised": int(mask.sum()),
+            "cut": len(encoded[0]) > self.max_length,
+            "digest": int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little", signed=True),
+            "error": error,
+        }
+
+    def _token_row(self, row: TokenRow) -> Encoded:
+        size = len(self.renderer.tokenizer)
+        outside = [token for token in row.input_ids if not 0 <= token < size]
+        if outside:
+            raise BadRow(f"input_ids holds {outside[0]}, but the tokenizer has the ids 0 to {size - 1}")
+        return np.array(row.input_ids, np.int32), np.array(row.loss_mask, np.uint8)

@@ -1,0 +1,253 @@
+"""From a conversation to token ids and loss mask: rendering by the chat template, and the spans that are supervised.
+
+The ids are those of the whole rendering, as a serving engine sees it. Supervised are the assistant's text and the end-of-turn
+token after it; not what the template writes before (the generation prompt) or behind (a newline), for the target never does.
+
+Spans come from the template's `{% generation %}` tags when it has them. Otherwise from prefixes: the turns before an assistant
+turn, rendered with the generation prompt, must begin the rendering that ends with that turn, and this one the whole rendering.
+A template that rewrites history (drops earlier reasoning, say) breaks that, and is refused by name.
+
+A token counts as supervised when all its characters lie inside a span; one that straddles a border is not what the target
+wrote after the prompt alone.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jinja2 import TemplateSyntaxError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from dspark_lightning.datamodules.rows import BadRow, Chat, Message
+
+Span = tuple[int, int]
+"""First character, and the one after the last."""
+
+Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+"""Token ids and loss mask of a row, both [tokens]."""
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_PROBE = "Zq7answer"
+
+
+class _Turn(NamedTuple):
+    """An assistant turn in a rendering: `start` to `end` is supervised; from `written` on it is the template's closing."""
+
+    start: int
+    written: int
+    end: int
+
+
+class ChatRenderer:
+    """Renders conversations and marks what is supervised.
+
+    Args:
+        tokenizer: A fast tokenizer; its chat template is used unless `chat_template` is given.
+        chat_template: Jinja template, or None for the tokenizer's.
+        template_name: How errors call the template.
+        template_kwargs: Options of the template, such as `enable_thinking`.
+        supervise: "all" assistant turns, or the "last" one only.
+        supervise_reasoning: False leaves `<think>...</think>` and the `reasoning_content` of a turn unsupervised.
+
+    Raises:
+        ValueError: A tokenizer without character offsets.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        chat_template: str | None = None,
+        template_name: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        supervise: Literal["all", "last"] = "all",
+        supervise_reasoning: bool = True,
+    ) -> None:
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        if not tokenizer.is_fast:
+            raise ValueError(
+                f"the tokenizer {name} ({type(tokenizer).__name__}) gives no character offsets, so no loss mask can be made: "
+                "a fast tokenizer (tokenizer.json) is needed"
+            )
+        self.tokenizer = tokenizer
+        self.template_name = template_name or f"the chat template of {name}"
+        self.template_kwargs = template_kwargs or {}
+        self.supervise = supervise
+        self.supervise_reasoning = supervise_reasoning
+        self._given_template = chat_template
+        # Post-processors add special tokens, which the template has written already, and shorten offsets by blanks.
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
+        self._backend.post_processor = None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    @cached_property
+    def template(self) -> str:
+        """The Jinja source.
+
+        Raises:
+            ValueError: The tokenizer has none and none was given.
+        """
+        template = self._given_template or self.tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        if not template:
+            raise ValueError(f"{self.template_name} does not exist: give chat_template, the path of a Jinja file")
+        return str(template)
+
+    def state(self) -> list[Any]:
+        """Everything that ids and masks depend on beside the conversation, as plain data."""
+        template = self._given_template or self.tokenizer.chat_template
+        options = [self.template_kwargs, self.supervise, self.supervise_reasoning]
+        return [self._backend.to_str(), self.tokenizer.special_tokens_map, template, *options]
+
+    def encode(self, chats: Sequence[tuple[str, list[Span]]]) -> list[Encoded]:
+        """Tokenise renderings with their supervised spans."""
+        encoded = []
+        encodings = self._backend.encode_batch([text for text, _ in chats], add_special_tokens=False)
+        for (_, spans), encoding in zip(chats, encodings, strict=True):
+            first, last = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            mask = np.zeros(len(first), dtype=bool)
+            for start, end in spans:
+                mask |= (first >= start) & (last <= end) & (last > first)
+            encoded.append((np.array(encoding.ids, dtype=np.int32), mask.astype(np.uint8)))
+        return encoded
+
+    def render(self, chat: Chat) -> tuple[str, list[Span]]:
+        """Render a conversation and find its supervised spans.
+
+        Raises:
+            BadRow: The template refuses the conversation, or an assistant turn answers nothing.
+            ValueError: No trustworthy spans can be had from this template for this conversation.
+        """
+        text, turns = self._turns_by_tag(chat) if _GENERATION_TAG.search(self.template) else self._turns_by_prefix(chat)
+        spans = [(turn.start, turn.end) for turn in turns]
+        if chat.truncated:
+            spans[-1] = turns[-1].start, turns[-1].written
+        if not self.supervise_reasoning:
+            if self._hides_reasoning and any("reasoning_content" in message for message in chat.messages):
+                raise self._unusable("writes reasoning_content without <think> tags: it cannot be left unsupervised")
+            spans = [part for span in spans for part in _answers(text, span)]
+        if any(start == 0 for start, _ in spans):
+            raise self._unusable("gives a conversation to the assistant from its first character on")
+        if not text.isascii() and re.search("[\ud800-\udfff]", text):
+            raise BadRow("the text holds half of a surrogate pair, which is no character")
+        return text, spans
+
+    def _turns_by_tag(self, chat: Chat) -> tuple[str, list[_Turn]]:
+        text, spans = self._render_tagged(chat.messages, chat.tools)
+        if not spans:
+            raise self._unusable("has {% generation %} tags, but reaches none of them in a conversation with an answer")
+        if self.supervise == "last":
+            before = chat.messages[: _assistant_turns(chat.messages)[-1]]
+            earlier = len(self._render_tagged(before, chat.tools)[1]) if before else 0
+            spans = spans[min(earlier, len(spans) - 1) :]
+        turns = []
+        for start, end in spans:
+            # Tags around the bare content leave out the end-of-turn token behind it.
+            outside = len(self._end_of_turn) if text.startswith(self._end_of_turn, end) else 0
+            turns.append(_Turn(start, self._written_end(text, start, end), end + outside))
+        return text, turns
+
+    def _turns_by_prefix(self, chat: Chat) -> tuple[str, list[_Turn]]:
+        messages, tools = chat.messages, chat.tools
+        text = self._render(messages, tools)
+        indices = _assistant_turns(messages)
+        turns = []
+        for i in indices if self.supervise == "all" else indices[-1:]:
+            if i == 0:
+                raise BadRow("the conversation begins with an assistant turn, which answers nothing")
+            prompt = self._render(messages[:i], tools, add_generation_prompt=True)
+            upto = text if i + 1 == len(messages) else self._render(messages[: i + 1], tools)
+            if not (upto.startswith(prompt) and text.startswith(upto)):
+                raise self._unusable(
+                    "has no {% generation %} tags and renders earlier turns differently once later ones follow, "
+                    f"so turn {i + 1} of {len(messages)} cannot be located: give a chat_template with the tags, or supervise: last"
+                )
+            written = self._written_end(upto, len(prompt), len(upto))
+            end = written + len(self._end_of_turn) if upto.startswith(self._end_of_turn, written) else written
+            turns.append(_Turn(len(prompt), written, end))
+        return text, turns
+
+    def _written_end(self, text: str, start: int, end: int) -> int:
+        """Where the assistant's text ends and the template's closing of the turn begins."""
+        if self._end_of_turn:
+            found = text.rfind(self._end_of_turn, start, end)
+            return end if found < 0 else found
+        return end - len(self._closing) if text.endswith(self._closing, start, end) else end
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template writes behind the text of the last assistant turn."""
+        before, found, closing = self._probe(content=_PROBE).rpartition(_PROBE)
+        if not found:
+            raise self._unusable(f"does not write the content of an answer; it gives {before + closing!r}")
+        return closing
+
+    @cached_property
+    def _end_of_turn(self) -> str:
+        """The closing text up to its first added token, such as "<|im_end|>"; without one, all of it but trailing blanks."""
+        tokens = [token for token in self.tokenizer.get_added_vocab() if token.strip() and token in self._closing]
+        if not tokens:
+            return self._closing.rstrip()
+        first = min(tokens, key=lambda token: (self._closing.index(token), -len(token)))
+        return self._closing[: self._closing.index(first) + len(first)]
+
+    @cached_property
+    def _hides_reasoning(self) -> bool:
+        """Whether the template writes `reasoning_content`, but not as `<think>...</think>`."""
+        _, found, behind = self._probe(content="b", reasoning_content=_PROBE).partition(_PROBE)
+        return bool(found) and "</think>" not in behind
+
+    def _probe(self, **answer: str) -> str:
+        try:
+            return self._render([{"role": "user", "content": "a"}, {"role": "assistant", **answer}], None)
+        except BadRow as error:
+            raise self._unusable(f"cannot render a question with its answer: {error}") from error
+
+    def _render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
+        return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)[0]
+
+    def _render_tagged(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
+        return self._rendered(messages, tools, return_assistant_tokens_mask=True)
+
+    def _rendered(self, messages: list[Message], tools: list[Any] | None, **options: Any) -> tuple[str, list[Span]]:
+        # What `apply_chat_template` calls; unlike it, this hands out where the generation tags lie in the text.
+        template_kwargs = {**self.tokenizer.special_tokens_map, **self.template_kwargs}
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages], tools=tools, chat_template=self.template, **options, **template_kwargs
+            )
+        except TemplateSyntaxError as error:
+            raise ValueError(f"{self.template_name} is not a Jinja template: {error.message} (line {error.lineno})") from error
+        except Exception as error:  # whatever the template's code may raise
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise BadRow(f"{self.template_name} refuses the conversation: {reason}") from error
+        return texts[0], [(start, end) for start, end in spans[0]] if spans and spans[0] else []
+
+    def _unusable(self, what: str) -> ValueError:
+        return ValueError(f"no loss mask: {self.template_name} {what}")
+
+
+def _assistant_turns(messages: list[Message]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _answers(text: str, span: Span) -> Iterator[Span]:
+    """The parts of a span outside `<think>...</think>`; the block may be open already, or never closed."""
+    start, end = span
+    closing, opening = text.find("</think>", start, end), text.find("<think>", start, end)
+    if closing >= 0 and not start <= opening < closing:  # the generation prompt has opened the block
+        start = closing + len("</think>")
+    for match in _THINK.finditer(text, start, end):
+        if match.start() > start:
+            yield start, match.start()
+        start = match.end()
+    if start < end:
+        yield start, end

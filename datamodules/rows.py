@@ -1,0 +1,136 @@
+"""One row of chat data, from any of the formats that are read, in one normal form.
+
+Read are `messages`, `conversations` (also with from/value) or `conversation`: a list of turns; `prompt` + `response`; and
+`input_ids` + `loss_mask` for rows that are tokenised already. Beside the turns a row may hold `tools` (JSON schemas, handed to
+the chat template) and `truncated` (true when the last answer was cut at a token limit).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+
+_TURN_KEYS = ("messages", "conversations", "conversation")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+class BadRow(ValueError):
+    """A row that cannot be used; the message says why, without the place, which the caller knows."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation with at least one assistant turn.
+
+    Attributes:
+        messages: Turns with `role`, `content` (text) and whatever else the chat template reads (`tool_calls`, ...).
+        truncated: The last assistant turn was cut at a token limit: its target never wrote an end-of-turn token.
+        tools: JSON schemas of the tools offered, or None.
+    """
+
+    messages: list[Message]
+    truncated: bool = False
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that came tokenised: ids, and 1 for each supervised token."""
+
+    input_ids: list[int]
+    loss_mask: list[int]
+
+
+def parse_row(record: Any) -> Chat | TokenRow:
+    """Bring one record into normal form.
+
+    Raises:
+        BadRow: The record has none of the formats, an unknown role, content that is not text, or no assistant turn.
+    """
+    if not isinstance(record, Mapping):
+        raise BadRow(f"expected an object with the fields of a row, got {type(record).__name__}")
+    record = {key: value for key, value in record.items() if value is not None}
+    if "input_ids" in record:
+        return _token_row(record)
+    messages = [_message(turn) for turn in _turns(record)]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow(f"no assistant turn; the roles are {[message['role'] for message in messages]}")
+    return Chat(messages, bool(record.get("truncated")), _tools(record.get("tools")))
+
+
+def _token_row(record: Mapping[str, Any]) -> TokenRow:
+    ids, mask = record["input_ids"], record.get("loss_mask")
+    if mask is None or len(mask) != len(ids):
+        raise BadRow(f"input_ids needs a loss_mask of its {len(ids)} entries, got {'none' if mask is None else len(mask)}")
+    if not all(isinstance(token, int) for token in ids) or not all(flag in (0, 1) for flag in mask):
+        raise BadRow("input_ids must be integers and loss_mask 0 or 1")
+    return TokenRow(list(ids), [int(flag) for flag in mask])
+
+
+def _turns(record: Mapping[str, Any]) -> Sequence[Any]:
+    for key in _TURN_KEYS:
+        if key in record:
+            turns = record[key]
+            if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+                raise BadRow(f"{key} must be a list of turns, got {_short(turns)}")
+            return turns
+    if "prompt" in record and "response" in record:
+        return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record["response"]}]
+    raise BadRow(
+        "expected messages, conversations, prompt and response, or input_ids and loss_mask; "
+        f"the fields are {sorted(map(str, record))}"
+    )
+
+
+def _message(turn: Any) -> Message:
+    if not isinstance(turn, Mapping):
+        raise BadRow(f"a turn must be an object with role and content, got {_short(turn)}")
+    message: Message = _without_nulls(turn)
+    if "from" in message and "role" not in message:
+        sender = message.pop("from")
+        message = {"role": _SHAREGPT_ROLES.get(sender, sender), "content": message.pop("value", None), **message}
+    role = message.get("role")
+    if role not in _ROLES:
+        raise BadRow(f"unknown role {role!r}; known are {', '.join(_ROLES)} (in from/value rows also human, gpt)")
+    message["content"] = _text(message.get("content", "" if "tool_calls" in message else None), role)
+    return message
+
+
+def _text(content: Any, role: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise BadRow(f"the content of a {role} turn must be text, got {_short(content)}")
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise BadRow(f"a {role} turn has a part of type {kind!r}, but only text is read here; images need a VLM datamodule")
+    return "".join(part["text"] for part in content)
+
+
+def _tools(tools: Any) -> list[Any] | None:
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"tools is text that is not JSON: {error}") from error
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow(f"tools must be a list of JSON schemas, got {_short(tools)}")
+    return _without_nulls(tools) or None
+
+
+def _without_nulls(value: Any) -> Any:
+    # Arrow tables give every struct every field of the column, null where the row had none.
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,80 @@
+"""The rows that are trained or validated on: which of a table are kept, why others are not, and no row on both sides."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from datasets import Dataset
+from torch.utils.data import Dataset as TorchDataset
+
+from dspark_lightning.datamodules.sampler import FILLER
+
+
+@dataclass(frozen=True, eq=False)
+class RowSet(TorchDataset[dict[str, torch.Tensor]]):
+    """Kept rows of an encoded table; item i is a dict of `input_ids` [S], `loss_mask` [S] and `row_id` [], all int64.
+
+    Attributes:
+        name: What the rows are, for people.
+        table: With the columns of `encode.FEATURES`.
+        kept: Index in the table of each kept row.
+        dropped: How many rows were left out, by reason.
+    """
+
+    name: str
+    table: Dataset
+    kept: npt.NDArray[np.int64]
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_table(cls, name: str, table: Dataset, min_supervised_tokens: int) -> "RowSet":
+        """All good rows with at least so many supervised tokens."""
+        rows = cls(name, table, np.arange(len(table)))
+        rows = rows.without(rows.column("bad"), "malformed")
+        return rows.without(rows.column("supervised") < min_supervised_tokens, f"under {min_supervised_tokens} supervised tokens")
+
+    def without(self, drop: npt.NDArray[np.bool_], reason: str) -> "RowSet":
+        """The rows for which `drop` [len(self)] is False; the others are counted under `reason`."""
+        return RowSet(self.name, self.table, self.kept[~drop], {**self.dropped, reason: int(drop.sum())})
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """A column of numbers or truth values, of the kept rows."""
+        column: npt.NDArray[Any] = self.table.data.column(name).to_numpy()
+        return column[self.kept]
+
+    def without_rows_of(self, other: "RowSet") -> "RowSet":
+        """The rows whose token ids no row of `other` has."""
+        return self.without(np.isin(self.column("digest"), other.column("digest")), "identical to a validation row")
+
+    def split(self, fraction: float) -> tuple["RowSet", "RowSet"]:
+        """Training rows and validation rows, about `fraction` of them.
+
+        The side of a row follows from a hash of its token ids: equal rows fall on one side, and neither order nor other rows
+        move a row across.
+        """
+        validation = self.column("digest").view(np.uint64) < np.uint64(fraction * 2**64)
+        held_out = RowSet(f"{self.name}, held out", self.table, self.kept[validation], self.dropped)
+        return self.without(validation, "held out for validation"), held_out
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.table[int(self.kept[max(index, 0)])]
+        item = {name: torch.tensor(row[name], dtype=torch.int64) for name in ("input_ids", "loss_mask", "row_id")}
+        if index == FILLER:
+            item["loss_mask"].zero_()
+        return item
+
+    def summary(self) -> str:
+        """One line of counts."""
+        read = len(self.table)
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items() if count)
+        lost = f" (dropped: {dropped})" if dropped else ""
+        return (
+            f"{self.name}: {read} rows read, {len(self)} kept{lost}, {int(self.column('cut').sum())} of them cut to max_length; "
+            f"{int(self.column('supervised').sum())} supervised tokens"
+        )

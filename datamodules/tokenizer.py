@@ -1,0 +1,33 @@
+"""Loading the target's tokenizer."""
+
+import os
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dspark_lightning.embedded import embedded_path
+
+
+def load_tokenizer(name: str, gguf_file: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer.
+
+    Args:
+        name: Folder, hub id, or "embedded".
+        gguf_file: Name of a GGUF file in it that holds the tokenizer.
+        trust_remote_code: Whether Python code found there may run.
+
+    Raises:
+        ValueError: Nothing usable is there; one line.
+    """
+    path = str(embedded_path()) if name == "embedded" else os.path.expanduser(name)
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    if name.startswith((".", "/", "~")) and not Path(path).is_dir():
+        raise ValueError(f"tokenizer {name!r}: no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, and those of its parsers
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"tokenizer {name!r}{f' ({gguf_file})' if gguf_file else ''}: {reason}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"tokenizer {name!r}: expected a transformers tokenizer, got {type(tokenizer).__name__}")
+    return tokenizer

@@ -138,7 +138,7 @@ def _now(device: torch.device) -> float | torch.cuda.Event:
     """A moment on the device's own clock; recording one does not wait for the device."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 

@@ -12,7 +12,7 @@ import transformers
 from datasets import Dataset, Features, Sequence, Value
 
 from dspark_lightning.datamodules import loss_mask, rows
-from dspark_lightning.datamodules.loss_mask import ChatRenderer, Encoded
+from dspark_lightning.datamodules.loss_mask import ChatRenderer, Encoded, Span
 from dspark_lightning.datamodules.rows import BadRow, TokenRow, parse_row
 from dspark_lightning.datamodules.source import Source
 
@@ -24,7 +24,7 @@ FEATURES = Features(
         "supervised": Value("int32"),  # tokens with loss_mask on
         "cut": Value("bool"),  # was longer than max_length
         "digest": Value("int64"),  # of input_ids: equal rows have equal digests
-        "bad": Value("bool"),  # malformed: nothing was encoded
+        "error": Value("string"),  # the place of a malformed row and what is wrong; "" for a good one
     }
 )
 _EMPTY: Encoded = (np.empty(0, np.int32), np.empty(0, np.uint8))
@@ -50,10 +50,10 @@ class RowEncoder:
         """The table of a source, from the cache when source, tokenizer, template, settings and this code are the same.
 
         Raises:
-            ValueError: More than `max_bad_rows` malformed rows, a row with the mask token, or an unusable template; the row
-                is named.
+            ValueError: More than `max_bad_rows` malformed rows, a row with the mask token, or an unusable template;
+                the row is named.
         """
-        bad: list[str] = []
+        bad: list[int] = []
 
         def encode_batch(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
             return self._encode_batch(source, batch, source.row_ids[indices].tolist(), bad)
@@ -77,27 +77,29 @@ class RowEncoder:
         return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
 
     def _encode_batch(
-        self, source: Source, batch: dict[str, list[Any]], row_ids: list[int], bad: list[str]
+        self, source: Source, batch: dict[str, list[Any]], row_ids: list[int], bad: list[int]
     ) -> dict[str, list[Any]]:
-        encoded: dict[int, Encoded] = {}
-        chats = {}
-        first_bad = len(bad)
+        encoded: dict[int, Encoded] = {}  # in the order of the rows
+        chats: dict[int, tuple[str, list[Span]]] = {}
+        errors: dict[int, str] = {}
         for i, row_id in enumerate(row_ids):
             try:
                 if (record := source.record(batch, i)) is None:
                     continue
+                encoded[row_id] = _EMPTY
                 row = parse_row(record)
-                encoded[row_id] = _EMPTY  # keeps the rows in order
                 if isinstance(row, TokenRow):
                     encoded[row_id] = self._token_row(row)
                 else:
                     chats[row_id] = self.renderer.render(row)
             except BadRow as error:
-                bad.append(str(error))
-                if len(bad) > self.max_bad_rows:
-                    count = f" ({len(bad)} bad rows, max_bad_rows allows {self.max_bad_rows})" if self.max_bad_rows else ""
-                    raise ValueError(f"{source.place(row_id)}: {error}{count}") from error
                 encoded[row_id] = _EMPTY
+                errors[row_id] = f"{source.place(row_id)}: {error}"
+                bad.append(row_id)
+                if len(bad) > self.max_bad_rows:
+                    raise ValueError(
+                        f"{errors[row_id]} ({len(bad)} bad rows, max_bad_rows {self.max_bad_rows})"
+                    ) from error
             except ValueError as error:
                 raise ValueError(f"{source.place(row_id)}: {error}") from error
         encoded.update(zip(chats, self.renderer.encode(list(chats.values())), strict=True))
@@ -110,8 +112,8 @@ class RowEncoder:
         if len(masked):
             token = self.renderer.tokenizer.convert_ids_to_tokens(self.mask_token_id)
             raise ValueError(
-                f"{source.place(row_id)}: token {masked[0]} of the row is the mask_token_id {self.mask_token_id} ({token!r}): "
-                "the mask token must be one that the data never holds"
+                f"{source.place(row_id)}: token {masked[0]} of the row is {token!r}, the mask_token_id "
+                f"{self.mask_token_id}: the mask token must be one that the data never holds"
             )
         return {
             "row_id": row_id,

@@ -1,17 +1,20 @@
 """From a conversation to token ids and loss mask: rendering by the chat template, and the spans that are supervised.
 
-The ids are those of the whole rendering, as a serving engine sees it. Supervised are the assistant's text and the end-of-turn
-token after it; not what the template writes before (the generation prompt) or behind (a newline), for the target never does.
+The ids are those of the whole rendering, as a serving engine sees it. Supervised are the assistant's text and the
+end-of-turn token after it; not what the template writes before (the generation prompt) or behind (a newline), for
+the target never does.
 
-Spans come from the template's `{% generation %}` tags when it has them. Otherwise from prefixes: the turns before an assistant
-turn, rendered with the generation prompt, must begin the rendering that ends with that turn, and this one the whole rendering.
-A template that rewrites history (drops earlier reasoning, say) breaks that, and is refused by name.
+Spans come from the template's `{% generation %}` tags when it has them. Otherwise from prefixes: the turns before an
+assistant turn, rendered with the generation prompt, must begin the rendering that ends with that turn, and this one
+the whole rendering. A template that rewrites history (drops earlier reasoning, say) breaks that, and is refused by
+name.
 
-A token counts as supervised when all its characters lie inside a span; one that straddles a border is not what the target
-wrote after the prompt alone.
+A token counts as supervised when all its characters lie inside a span; one that straddles a border is not what the
+target wrote after the prompt alone.
 """
 
 import copy
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -37,7 +40,7 @@ _PROBE = "Zq7answer"
 
 
 class _Turn(NamedTuple):
-    """An assistant turn in a rendering: `start` to `end` is supervised; from `written` on it is the template's closing."""
+    """An assistant turn in a rendering. `start` to `end` is supervised; behind `written` the template closes it."""
 
     start: int
     written: int
@@ -72,8 +75,8 @@ class ChatRenderer:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         if not tokenizer.is_fast:
             raise ValueError(
-                f"the tokenizer {name} ({type(tokenizer).__name__}) gives no character offsets, so no loss mask can be made: "
-                "a fast tokenizer (tokenizer.json) is needed"
+                f"the tokenizer {name} ({type(tokenizer).__name__}) gives no character offsets, which the loss mask "
+                "needs: use a fast tokenizer (tokenizer.json)"
             )
         self.tokenizer = tokenizer
         self.template_name = template_name or f"the chat template of {name}"
@@ -82,7 +85,7 @@ class ChatRenderer:
         self.supervise_reasoning = supervise_reasoning
         self._given_template = chat_template
         # Post-processors add special tokens, which the template has written already, and shorten offsets by blanks.
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)  # type: ignore[attr-defined]
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.post_processor = None
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -104,8 +107,9 @@ class ChatRenderer:
     def state(self) -> list[Any]:
         """Everything that ids and masks depend on beside the conversation, as plain data."""
         template = self._given_template or self.tokenizer.chat_template
+        vocabulary = hashlib.blake2b(self._backend.to_str().encode()).hexdigest()
         options = [self.template_kwargs, self.supervise, self.supervise_reasoning]
-        return [self._backend.to_str(), self.tokenizer.special_tokens_map, template, *options]
+        return [vocabulary, self.tokenizer.special_tokens_map, template, *options]
 
     def encode(self, chats: Sequence[tuple[str, list[Span]]]) -> list[Encoded]:
         """Tokenise renderings with their supervised spans."""
@@ -165,10 +169,16 @@ class ChatRenderer:
                 raise BadRow("the conversation begins with an assistant turn, which answers nothing")
             prompt = self._render(messages[:i], tools, add_generation_prompt=True)
             upto = text if i + 1 == len(messages) else self._render(messages[: i + 1], tools)
-            if not (upto.startswith(prompt) and text.startswith(upto)):
+            if not upto.startswith(prompt):
                 raise self._unusable(
-                    "has no {% generation %} tags and renders earlier turns differently once later ones follow, "
-                    f"so turn {i + 1} of {len(messages)} cannot be located: give a chat_template with the tags, or supervise: last"
+                    f"has no {{% generation %}} tags, and turn {i + 1} does not begin with the generation prompt that "
+                    f"ends in {prompt[-30:]!r}: set chat_template_kwargs as in serving, or use a template with tags"
+                )
+            if not text.startswith(upto):
+                other = ", or supervise: last" if self.supervise == "all" else ""
+                raise self._unusable(
+                    f"has no {{% generation %}} tags and rewrites history: turn {i + 1} of {len(messages)} reads "
+                    f"differently once others follow: use a template with tags{other}"
                 )
             written = self._written_end(upto, len(prompt), len(upto))
             end = written + len(self._end_of_turn) if upto.startswith(self._end_of_turn, written) else written
@@ -192,7 +202,7 @@ class ChatRenderer:
 
     @cached_property
     def _end_of_turn(self) -> str:
-        """The closing text up to its first added token, such as "<|im_end|>"; without one, all of it but trailing blanks."""
+        """The closing text up to its first added token, such as "<|im_end|>"; else all but its trailing blanks."""
         tokens = [token for token in self.tokenizer.get_added_vocab() if token.strip() and token in self._closing]
         if not tokens:
             return self._closing.rstrip()
@@ -221,15 +231,18 @@ class ChatRenderer:
         # What `apply_chat_template` calls; unlike it, this hands out where the generation tags lie in the text.
         template_kwargs = {**self.tokenizer.special_tokens_map, **self.template_kwargs}
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[messages], tools=tools, chat_template=self.template, **options, **template_kwargs
             )
         except TemplateSyntaxError as error:
-            raise ValueError(f"{self.template_name} is not a Jinja template: {error.message} (line {error.lineno})") from error
+            raise ValueError(
+                f"{self.template_name} is not a Jinja template: {error.message} (line {error.lineno})"
+            ) from error
         except Exception as error:  # whatever the template's code may raise
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise BadRow(f"{self.template_name} refuses the conversation: {reason}") from error
-        return texts[0], [(start, end) for start, end in spans[0]] if spans and spans[0] else []
+        (text,), spans = rendered
+        return text, [(start, end) for start, end in spans[0]] if spans else []
 
     def _unusable(self, what: str) -> ValueError:
         return ValueError(f"no loss mask: {self.template_name} {what}")

@@ -1,8 +1,9 @@
 """One row of chat data, from any of the formats that are read, in one normal form.
 
-Read are `messages`, `conversations` (also with from/value) or `conversation`: a list of turns; `prompt` + `response`; and
-`input_ids` + `loss_mask` for rows that are tokenised already. Beside the turns a row may hold `tools` (JSON schemas, handed to
-the chat template) and `truncated` (true when the last answer was cut at a token limit).
+Read are `messages`, `conversations` (also with from/value) or `conversation`: a list of turns; `prompt` +
+`response`; and `input_ids` + `loss_mask` for rows that are tokenised already. Beside the turns a row may hold
+`tools` (JSON schemas, handed to the chat template) and `truncated` (true when the last answer was cut at a token
+limit).
 """
 
 import json
@@ -44,7 +45,7 @@ class TokenRow:
     loss_mask: list[int]
 
 
-def parse_row(record: Any) -> Chat | TokenRow:
+def parse_row(record: object) -> Chat | TokenRow:
     """Bring one record into normal form.
 
     Raises:
@@ -64,7 +65,9 @@ def parse_row(record: Any) -> Chat | TokenRow:
 def _token_row(record: Mapping[str, Any]) -> TokenRow:
     ids, mask = record["input_ids"], record.get("loss_mask")
     if mask is None or len(mask) != len(ids):
-        raise BadRow(f"input_ids needs a loss_mask of its {len(ids)} entries, got {'none' if mask is None else len(mask)}")
+        raise BadRow(
+            f"input_ids needs a loss_mask of its {len(ids)} entries, got {'none' if mask is None else len(mask)}"
+        )
     if not all(isinstance(token, int) for token in ids) or not all(flag in (0, 1) for flag in mask):
         raise BadRow("input_ids must be integers and loss_mask 0 or 1")
     return TokenRow(list(ids), [int(flag) for flag in mask])
@@ -85,10 +88,10 @@ def _turns(record: Mapping[str, Any]) -> Sequence[Any]:
     )
 
 
-def _message(turn: Any) -> Message:
+def _message(turn: object) -> Message:
     if not isinstance(turn, Mapping):
         raise BadRow(f"a turn must be an object with role and content, got {_short(turn)}")
-    message: Message = _without_nulls(turn)
+    message: Message = {key: _without_nulls(value) for key, value in turn.items() if value is not None}
     if "from" in message and "role" not in message:
         sender = message.pop("from")
         message = {"role": _SHAREGPT_ROLES.get(sender, sender), "content": message.pop("value", None), **message}
@@ -99,30 +102,34 @@ def _message(turn: Any) -> Message:
     return message
 
 
-def _text(content: Any, role: str) -> str:
+def _text(content: object, role: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise BadRow(f"the content of a {role} turn must be text, got {_short(content)}")
+        raise BadRow(f"the content of the {role} turn must be text, got {_short(content)}")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRow(f"a {role} turn has a part of type {kind!r}, but only text is read here; images need a VLM datamodule")
+            raise BadRow(
+                f"the {role} turn has a part of type {kind!r}, but only text is read here; images need a VLM datamodule"
+            )
     return "".join(part["text"] for part in content)
 
 
-def _tools(tools: Any) -> list[Any] | None:
+def _tools(tools: object) -> list[Any] | None:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             raise BadRow(f"tools is text that is not JSON: {error}") from error
-    if tools is not None and not isinstance(tools, list):
+    if not tools:
+        return None
+    if not isinstance(tools, list):
         raise BadRow(f"tools must be a list of JSON schemas, got {_short(tools)}")
-    return _without_nulls(tools) or None
+    return [_without_nulls(tool) for tool in tools]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     # Arrow tables give every struct every field of the column, null where the row had none.
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
@@ -131,6 +138,6 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

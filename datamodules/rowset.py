@@ -1,4 +1,4 @@
-"""The rows that are trained or validated on: which of a table are kept, why others are not, and no row on both sides."""
+"""The rows to train or validate on: which of a table are kept, why others are not, and none on both sides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,15 +33,17 @@ class RowSet(TorchDataset[dict[str, torch.Tensor]]):
     def from_table(cls, name: str, table: Dataset, min_supervised_tokens: int) -> "RowSet":
         """All good rows with at least so many supervised tokens."""
         rows = cls(name, table, np.arange(len(table)))
-        rows = rows.without(rows.column("bad"), "malformed")
-        return rows.without(rows.column("supervised") < min_supervised_tokens, f"under {min_supervised_tokens} supervised tokens")
+        rows = rows.without(rows.column("error") != "", "malformed")
+        return rows.without(
+            rows.column("supervised") < min_supervised_tokens, f"under {min_supervised_tokens} supervised tokens"
+        )
 
     def without(self, drop: npt.NDArray[np.bool_], reason: str) -> "RowSet":
         """The rows for which `drop` [len(self)] is False; the others are counted under `reason`."""
         return RowSet(self.name, self.table, self.kept[~drop], {**self.dropped, reason: int(drop.sum())})
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """A column of numbers or truth values, of the kept rows."""
+        """A column of scalars, of the kept rows."""
         column: npt.NDArray[Any] = self.table.data.column(name).to_numpy()
         return column[self.kept]
 
@@ -52,12 +54,11 @@ class RowSet(TorchDataset[dict[str, torch.Tensor]]):
     def split(self, fraction: float) -> tuple["RowSet", "RowSet"]:
         """Training rows and validation rows, about `fraction` of them.
 
-        The side of a row follows from a hash of its token ids: equal rows fall on one side, and neither order nor other rows
-        move a row across.
+        The side of a row follows from a hash of its token ids: equal rows fall on one side, and neither order nor
+        other rows move a row across.
         """
         validation = self.column("digest").view(np.uint64) < np.uint64(fraction * 2**64)
-        held_out = RowSet(f"{self.name}, held out", self.table, self.kept[validation], self.dropped)
-        return self.without(validation, "held out for validation"), held_out
+        return self.without(validation, "held out for validation"), self.without(~validation, "kept for training")
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -69,12 +70,16 @@ class RowSet(TorchDataset[dict[str, torch.Tensor]]):
             item["loss_mask"].zero_()
         return item
 
+    def errors(self, count: int) -> list[str]:
+        """Place and reason of the first malformed rows."""
+        errors = self.table.data.column("error").to_numpy()
+        return [str(error) for error in errors[errors != ""][:count]]
+
     def summary(self) -> str:
         """One line of counts."""
         read = len(self.table)
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items() if count)
         lost = f" (dropped: {dropped})" if dropped else ""
-        return (
-            f"{self.name}: {read} rows read, {len(self)} kept{lost}, {int(self.column('cut').sum())} of them cut to max_length; "
-            f"{int(self.column('supervised').sum())} supervised tokens"
-        )
+        cut, supervised = int(self.column("cut").sum()), int(self.column("supervised").sum())
+        kept = f"{len(self)} kept{lost}, {cut} of them cut to max_length"
+        return f"{self.name}: {read} rows read, {kept}; {supervised} supervised tokens"

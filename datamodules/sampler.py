@@ -1,7 +1,7 @@
-"""The order in which rows are trained: a function of (seed, epoch) alone, cut into global batches, resumable at any batch.
+"""The order in which rows are trained: set by (seed, epoch) alone, cut into global batches, resumable at any batch.
 
-Row `i` of an epoch's order belongs to global batch `i // (batch_size * num_replicas)`, and rank r takes the r-th slice of that
-batch. So two ranks with batch 2 see in every step exactly what one rank with batch 4 sees.
+Row `i` of an epoch's order belongs to global batch `i // (batch_size * num_replicas)`, and rank r takes the r-th
+slice of that batch. So two ranks with batch 2 see in every step exactly what one rank with batch 4 sees.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 FILLER = -1
-"""Index that the sampler yields where a rank has no row left; the data set answers it with a row without supervision."""
+"""Index given to a rank that has no row left; the data set answers it with a row without supervision."""
 
 
 class ResumableSampler(DistributedSampler[int]):
@@ -25,15 +25,15 @@ class ResumableSampler(DistributedSampler[int]):
         dataset: What is sampled; only its length is read.
         batch_size: Rows of a batch on one rank.
         shuffle: True (training): a permutation drawn from (seed, epoch), without the last incomplete global batch.
-            False (validation): the rows as they stand, every one of them once; the last global batch is shared out evenly, and
-            `FILLER` evens out the ranks, so that all of them make the same number of steps.
+            False (validation): the rows as they stand, each of them once; the last global batch is shared out evenly,
+            and `FILLER` rows even out the ranks, so that all of them make the same number of steps.
         seed: Seed of the permutations.
         num_replicas: Ranks that share the rows.
         rank: This rank.
-        progress: Returns the trainer's epoch and the batches trained (not merely fetched) since the run began; asked when an
-            epoch starts and when state is saved. Without it the epoch is that of `set_epoch`, and nothing counts as trained.
-            (Lightning's own number of batches in this epoch, and the epoch it hands to `set_epoch`, can be wrong after a resume
-            at the end of an epoch.)
+        progress: Returns the trainer's epoch and the batches trained (not merely fetched) since the run began; asked
+            when an epoch starts and when state is saved. Without it the epoch is that of `set_epoch`, and nothing
+            counts as trained. (Lightning's own number of batches in this epoch, and the epoch it hands to
+            `set_epoch`, can be wrong after a resume at the end of an epoch.)
 
     Raises:
         ValueError: With shuffle, when the rows do not fill one global batch.
@@ -86,33 +86,42 @@ class ResumableSampler(DistributedSampler[int]):
             yield from block[self.rank * share : (self.rank + 1) * share]
 
     def __len__(self) -> int:
-        """Rows of this rank in a whole epoch, also in one that is resumed: Lightning counts the skipped batches itself."""
+        """Rows of this rank in a whole epoch, also when it is resumed: Lightning counts the skipped batches itself."""
         unit = self.global_batch_size if self.shuffle else self.num_replicas
         rows = self.num_rows - self.num_rows % unit if self.shuffle else self.num_rows + -self.num_rows % unit
         return rows // self.num_replicas
 
-    def state_dict(self, batches_per_epoch: int) -> dict[str, int]:
-        """State from which `load_state_dict` goes on; an epoch is over after `batches_per_epoch` batches."""
+    def state_dict(self, batches_per_epoch: int | float, accumulate_grad_batches: int = 1) -> dict[str, int]:
+        """State from which `load_state_dict` goes on.
+
+        Args:
+            batches_per_epoch: After so many batches an epoch is over.
+            accumulate_grad_batches: Batches between two optimizer steps.
+
+        Returns:
+            `epoch`, `batches` trained in it, how many of these are `pending` (trained since the last optimizer step), and
+            what the order depends on.
+        """
         epoch, batches = self._resume
         if self._started is not None:
             epoch, first, before = self._started
             batches = first + self._progress()[1] - before
         if batches >= batches_per_epoch:
             epoch, batches = epoch + 1, 0
-        return {"epoch": epoch, "batches": batches, **self._layout()}
+        return {"epoch": epoch, "batches": batches, "pending": batches % accumulate_grad_batches, **self._layout()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on at the first batch of `state["epoch"]` that was not trained.
 
         Raises:
-            ValueError: In the middle of an epoch, when seed, rows or global batch size are not those of the state: the order
-                would be another one, and rows would be lost or repeated.
+            ValueError: In the middle of an epoch, when seed, rows or global batch size are not those of the state:
+                the order would be another one, and rows would be lost or repeated.
         """
         for name, now in self._layout().items():
             if state["batches"] and state[name] != now:
                 raise ValueError(
-                    f"the checkpoint was written in the middle of epoch {state['epoch']} with {name} {state[name]}, this run has "
-                    f"{name} {now}: resume with {name} {state[name]}, or from a checkpoint at the end of an epoch"
+                    f"the checkpoint was written in the middle of epoch {state['epoch']} with {name} {state[name]}, "
+                    f"this run has {now}: resume with {state[name]}, or from a checkpoint at the end of an epoch"
                 )
         self._resume, self._started = (state["epoch"], state["batches"]), None
 
@@ -123,9 +132,9 @@ class ResumableSampler(DistributedSampler[int]):
 class RowLoader(DataLoader[Any]):
     """A `DataLoader` that reads the sampler (and starts its workers) at the first `next`, not at `iter`.
 
-    Lightning calls `iter` before it knows the epoch, and under some strategies before it restores the datamodule; workers would
-    then fetch the rows of another epoch. The position lies in the datamodule's state; the two state methods are empty and tell
-    Lightning that this loader can resume, for it warns about those that lack them.
+    Lightning calls `iter` before it knows the epoch, and under some strategies before it restores the datamodule;
+    workers would then fetch the rows of another epoch. The position lies in the datamodule's state; the two state
+    methods are empty and tell Lightning that this loader can resume, for it warns about those that lack them.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]

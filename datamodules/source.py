@@ -1,7 +1,7 @@
 """Where rows come from: JSON Lines, JSON or parquet files, the embedded rows, or a data set of the Hugging Face hub.
 
-JSON Lines are read as lines of text and decoded row by row: a schema guessed from the first rows would refuse, or fill up, rows
-that differ, and a malformed line could not be named.
+JSON Lines are read as lines of text and decoded row by row: a schema guessed from the first rows would refuse, or
+fill up, rows that differ, and a malformed line could not be named.
 """
 
 import glob
@@ -38,7 +38,7 @@ class Source:
     place: Callable[[int], str]
     is_json: bool
 
-    def record(self, batch: dict[str, list[Any]], i: int) -> Any:
+    def record(self, batch: dict[str, list[Any]], i: int) -> object:
         """Row i of a batch of the table; None for a blank line.
 
         Raises:
@@ -95,7 +95,9 @@ def _load_files(files: list[str], split: str) -> tuple[Dataset, Callable[[int], 
         if os.path.getsize(file) == 0:
             raise ValueError(f"the file {file} is empty")
     if suffixes == {".parquet"}:
-        return load_dataset("parquet", data_files=files, split=split), lambda row: _place(files, row, _parquet_rows, ", row ")
+        return load_dataset("parquet", data_files=files, split=split), lambda row: _place(
+            files, row, _parquet_rows, ", row "
+        )
     if suffixes == {".json"} and all(_is_array(file) for file in files):
         arrays = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
         lines = [json.dumps(row) for rows in arrays for row in rows]
@@ -111,7 +113,9 @@ def _load_hub(name: str, split: str) -> Dataset:
 def _refuse_missing_file(path: str) -> None:
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith(_SUFFIXES)
     if (looks_like_path or glob.has_magic(path)) and not os.path.isdir(path):
-        raise ValueError("no such file: expected .jsonl, .json or .parquet files, a hub id such as org/name, or 'embedded'")
+        raise ValueError(
+            "no such file: expected .jsonl, .json or .parquet files, a hub id such as org/name, or 'embedded'"
+        )
 
 
 def _is_array(file: str) -> bool:

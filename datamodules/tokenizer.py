@@ -25,7 +25,9 @@ def load_tokenizer(name: str, gguf_file: str | None = None, trust_remote_code: b
         raise ValueError(f"tokenizer {name!r}: no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError, and those of its parsers
+    except (
+        Exception
+    ) as error:  # transformers raises OSError, ValueError, KeyError, ImportError, and those of its parsers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"tokenizer {name!r}{f' ({gguf_file})' if gguf_file else ''}: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -20,6 +20,12 @@ from dspark_lightning.module import DSparkModule
 class DSparkCLI(LightningCLI):
     """LightningCLI that lets the command line win over a checkpoint's hyper-parameters."""
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's subcommands that a `DSparkModule` has steps for."""
+        known = LightningCLI.subcommands()
+        return {name: known[name] for name in ("fit", "validate", "test")}
+
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would silently replace values given on the command line by the checkpoint's.
 
@@ -74,20 +80,27 @@ def main(args: ArgsType = None) -> None:
         else:
             run_lightning(args)
     except (ValueError, MisconfigurationException) as error:
-        if not _is_for_the_user(error):
+        message = _message_for_the_user(error)
+        if message is None:
             raise
-        print(f"dspark: error: {error}", file=sys.stderr)
+        print(f"dspark: error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def _is_for_the_user(error: Exception) -> bool:
-    """Whether this package or Lightning's configuration checks raised it; a bug elsewhere keeps its traceback."""
-    if isinstance(error, MisconfigurationException):
-        return True
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("dspark_lightning")
+def _message_for_the_user(error: BaseException | None) -> str | None:
+    """The message of the error that this package or Lightning's checks raised; None leaves a bug its traceback.
+
+    jsonargparse raises errors of its own around those of a constructor, so the whole chain is searched.
+    """
+    while error is not None:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        ours = frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("dspark_lightning")
+        if isinstance(error, MisconfigurationException) or (isinstance(error, ValueError) and ours):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:

@@ -46,10 +46,14 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
     scratch = path.with_name(f".{path.name}.writing")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    # Tied targets share one tensor between embedding and head; the file must hold both.
-    save_file({name: tensor.clone() for name, tensor in weights.items()}, scratch / _WEIGHTS, metadata={"format": "pt"})
-    (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
-    _replace_folder(scratch, path)
+    try:
+        # Tied targets share one tensor between embedding and head; the file must hold both.
+        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        save_file(copies, scratch / _WEIGHTS, metadata={"format": "pt"})
+        (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
+        _replace_folder(scratch, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return path
 
 

@@ -1,15 +1,17 @@
 """The LightningModule: one frozen target and the draft that learns to speak for it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
@@ -21,10 +23,15 @@ from dspark_lightning.identity import check_identity
 from dspark_lightning.loss import EPS, compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput
 from dspark_lightning.schedule import warmup_cosine
-from dspark_lightning.target import HFDSparkTargetModel, load_target
+from dspark_lightning.target import HFDSparkTargetModel, load_target, load_target_config
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 _BATCH_KEYS = ("input_ids", "attention_mask", "loss_mask", "row_id")
+
+
+def default_optimizer(params: Iterable[Any]) -> Optimizer:
+    """AdamW with the published settings: learning rate 6e-4, betas 0.9 and 0.95, no weight decay."""
+    return AdamW(params, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.0)
 
 
 class DSparkModule(LightningModule):
@@ -35,7 +42,7 @@ class DSparkModule(LightningModule):
 
     Args:
         target: model folder, hub id, or "embedded" for the tiny target that ships with the package.
-        mask_token_id: token whose embedding fills the slots to predict; it must never occur in the data.
+        mask_token_id: token whose embedding fills the slots to predict; must be given, and never occur in the data.
         gguf_file: name of a GGUF file in the target's folder.
         num_draft_layers: decoder layers of the draft.
         block_size: tokens proposed per block, K.
@@ -48,7 +55,7 @@ class DSparkModule(LightningModule):
         loss_decay_gamma: slots are weighted exp(-k / gamma); None weighs them alike.
         ce_loss_alpha: weight of the cross entropy.
         l1_loss_alpha: weight of the total variation term.
-        optimizer: makes the optimizer from the trainable parameters.
+        optimizer: makes the optimizer from the trainable parameters; see `default_optimizer`.
         warmup_ratio: share of the steps with a rising learning rate.
         min_lr_ratio: fraction of the peak learning rate at the end of the cosine.
         seed: of the draft's initial weights and of the anchors.
@@ -65,7 +72,7 @@ class DSparkModule(LightningModule):
     def __init__(
         self,
         target: str,
-        mask_token_id: int,
+        mask_token_id: int | None = None,
         gguf_file: str | None = None,
         num_draft_layers: int = 5,
         block_size: int = 7,
@@ -78,9 +85,7 @@ class DSparkModule(LightningModule):
         loss_decay_gamma: float | None = 4.0,
         ce_loss_alpha: float = 0.1,
         l1_loss_alpha: float = 0.9,
-        optimizer: Callable[[Iterable], Optimizer] = lambda params: torch.optim.AdamW(  # type: ignore[type-arg]
-            params, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.0
-        ),
+        optimizer: OptimizerCallable = default_optimizer,
         warmup_ratio: float = 0.04,
         min_lr_ratio: float = 0.1,
         seed: int = 0,
@@ -90,17 +95,7 @@ class DSparkModule(LightningModule):
         super().__init__()
         # Plain data only: a sharded checkpoint could not be read back otherwise.
         self.save_hyperparameters(ignore=["optimizer"])
-        self.draft_args = DraftArgs(
-            mask_token_id=mask_token_id,
-            num_draft_layers=num_draft_layers,
-            block_size=block_size,
-            num_anchors=num_anchors,
-            markov_rank=markov_rank,
-            markov_head_type=markov_head_type,
-            confidence_head_with_markov=confidence_head_with_markov,
-            confidence_head_alpha=confidence_head_alpha,
-            target_layer_ids=target_layer_ids,
-        )
+        self.draft_args = DraftArgs.of({field.name: self.hparams[field.name] for field in fields(DraftArgs)})
         for name, value in (("warmup_ratio", warmup_ratio), ("min_lr_ratio", min_lr_ratio)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must lie in 0..1, got {value}")
@@ -117,6 +112,8 @@ class DSparkModule(LightningModule):
         if self._trainer is not None:
             dtype = _DTYPES.get(self.trainer.precision.partition("-")[0], torch.float32)
         hp = self.hparams
+        if hp["gguf_file"] is None:  # an unserved family is refused before gigabytes are read
+            self._resolve_spec(load_target_config(hp["target"], trust_remote_code=hp["trust_remote_code"]))
         return load_target(hp["target"], hp["gguf_file"], dtype, hp["trust_remote_code"])
 
     def configure_model(self) -> None:
@@ -124,10 +121,7 @@ class DSparkModule(LightningModule):
         if self.draft is not None:
             return
         model = self.load_target()
-        names = [*(model.config.architectures or ()), model.config.model_type]
-        spec = resolve_dspark_draft_spec(names)
-        if self.spec is not None and spec is not self.spec:
-            raise ValueError(f"{type(self).__name__} does not serve a target of type {names[-1]!r}: use DSparkModule")
+        spec = self._resolve_spec(model.config)
         config = spec.build_config(model.config, self.draft_args)
         if self._trainer is not None:
             cast(nn.Module, model).to(self.trainer.strategy.root_device)
@@ -139,6 +133,12 @@ class DSparkModule(LightningModule):
         if self.hparams["draft_init"] is not None:
             load_draft_weights(draft, self.hparams["draft_init"])
         self.draft = draft
+
+    def _resolve_spec(self, config: PretrainedConfig) -> DraftSpec:
+        spec = resolve_dspark_draft_spec([*(config.architectures or ()), config.model_type])
+        if self.spec is not None and spec is not self.spec:
+            raise ValueError(f"{type(self).__name__} does not serve a {config.model_type!r} target: use DSparkModule")
+        return spec
 
     def configure_callbacks(self) -> list[Callback]:
         """Add the callbacks that no run should miss, where the trainer does not have them already."""

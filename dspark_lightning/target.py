@@ -234,9 +234,9 @@ def target_source(target: str) -> str:
     return str(path) if path.exists() else target
 
 
-def load_target_config(target: str, gguf_file: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_target_config(target: str, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read the target's config. Arguments and errors as for `load_target`."""
-    return cast(PretrainedConfig, _load(AutoConfig, target, gguf_file, trust_remote_code=trust_remote_code))
+    return cast(PretrainedConfig, _load(AutoConfig, target, None, trust_remote_code=trust_remote_code))
 
 
 def load_target(
@@ -262,11 +262,16 @@ def load_target(
         gguf_file,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
+        ignore_mismatched_sizes=True,  # so that they come back below, with their names
         output_loading_info=True,
     )
-    missing = sorted(info["missing_keys"])
-    if missing:  # they would be random numbers
-        raise ValueError(f"the target {target!r} has no weights for {missing[0]!r} and {len(missing) - 1} others")
+    # transformers would go on with random numbers in their place.
+    for name, saved, needed in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"the target {target!r} has {name!r} of shape {tuple(saved)}, its config asks for {tuple(needed)}"
+        )
+    for name in sorted(info["missing_keys"]):
+        raise ValueError(f"the target {target!r} has no weights for {name!r}")
     return cast(PreTrainedModel, model)
 
 

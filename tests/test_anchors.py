@@ -195,7 +195,7 @@ def test_one_generator_for_each_row() -> None:
 
 
 def test_row_generator_tells_seed_epoch_and_row_apart() -> None:
-    keys = list(product(range(4), range(4), range(30))) + [(1, 23, 4), (12, 3, 4), (1, 2, 34)]
+    keys = [*product(range(4), range(4), range(30)), (1, 23, 4), (12, 3, 4), (1, 2, 34)]
     seeds = {row_generator(*key).initial_seed() for key in keys}
     assert len(seeds) == len(keys)
 

@@ -121,7 +121,9 @@ def test_loss_terms(run: Run) -> None:
     assert expected.keys() == TERMS
     names = {"loss", "ce_loss"} if run.name == LOSS_AND_CE_ONLY else TERMS
     for name in names:
-        assert_close(run.terms[name].reshape(-1), expected[name], **VALUES, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(
+            run.terms[name].reshape(-1), expected[name], **VALUES, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_gradients_at_the_outputs(run: Run) -> None:

@@ -66,7 +66,7 @@ def gradients(output: DSparkForwardOutput, **changes: Any) -> tuple[Tensor, ...]
     return torch.autograd.grad(loss, leaves)
 
 
-def value(terms: dict[str, Tensor], name: str) -> Any:
+def value(terms: dict[str, Tensor], name: str) -> object:
     return pytest.approx(terms[name].tolist(), abs=1e-5)
 
 
@@ -94,7 +94,9 @@ def test_a_uniform_draft_against_a_certain_teacher(vocab: int) -> None:
     assert value(terms, "accept_rate_per_pos_num") == [1 / vocab] * 3
 
 
-@pytest.mark.parametrize(("gamma", "expected"), [(None, (1 + 2 + 4) / 3), (1.0, (1 + 2 * E1 + 4 * E1**2) / (1 + E1 + E1**2))])
+@pytest.mark.parametrize(
+    ("gamma", "expected"), [(None, (1 + 2 + 4) / 3), (1.0, (1 + 2 * E1 + 4 * E1**2) / (1 + E1 + E1**2))]
+)
 def test_slots_are_weighted_from_the_first_one(gamma: float | None, expected: float) -> None:
     logits = logits_of(*([math.exp(-nll), 1 - math.exp(-nll)] for nll in (1, 2, 4)))
     terms = terms_of(make_output(logits), loss_decay_gamma=gamma, l1_loss_alpha=0)
@@ -111,7 +113,7 @@ def test_slots_weigh_alike_across_blocks() -> None:
     assert value(terms, "ce_loss_num") == math.log(2) * (1 + 2 * E1 + 3)
 
 
-@pytest.mark.parametrize("alphas", [(0.1, 0.9, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.3, 0.2, 5.0)])
+@pytest.mark.parametrize("alphas", [(0.1, 0.9, 1.0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (0.3, 0.2, 5.0)])
 def test_the_loss_is_the_weighted_sum_of_its_terms(alphas: tuple[float, float, float]) -> None:
     names = ("ce_loss", "l1_loss", "confidence_loss")
     given = dict(zip((f"{name}_alpha" for name in ("ce_loss", "l1_loss", "confidence_head")), alphas, strict=True))

@@ -1,6 +1,7 @@
 """Warmup, then cosine."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def test_the_cosine_ends_at_its_floor() -> None:
     assert max(run) == run[10] == 1.0
     assert run[10 + 115] == pytest.approx(0.55)
     assert run[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(run[10:], run[11:], strict=False))
+    assert all(a > b for a, b in pairwise(run[10:]))
 
 
 def test_the_cosine_by_formula() -> None:

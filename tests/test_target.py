@@ -260,7 +260,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def test_the_fingerprint_does_not_depend_on_the_dtype(folder: Path) -> None:
     bf16, fp32 = (load_target(str(folder), dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     assert bf16.dtype == torch.bfloat16 and fp32.dtype == torch.float32
-    assert fingerprint(bf16) == fingerprint(fp32) == fingerprint(tiny_qwen3().bfloat16())
+    assert fingerprint(bf16) == fingerprint(fp32) == fingerprint(tiny_qwen3().bfloat16()) == fingerprint(tiny_qwen3())
 
 
 def test_the_fingerprint_does_not_depend_on_the_layer_ids() -> None:

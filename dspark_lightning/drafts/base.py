@@ -282,6 +282,6 @@ class DSparkDraft(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casting and moving keep RoPE fp32; materialising from the meta device gives it its values back."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         repair_rope(self)
         return self

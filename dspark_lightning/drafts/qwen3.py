@@ -102,7 +102,7 @@ class Qwen3DSparkModel(DSparkDraft, Qwen3PreTrainedModel):  # type: ignore[misc]
         self.layers = nn.ModuleList(Qwen3DSparkDecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.build_shared_parts(config, norm=lambda: Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
-        self.post_init()
+        self.post_init()  # type: ignore[no-untyped-call]
 
 
 # Backbone fields taken over from the target as they are; those a target lacks keep Qwen3Config's default.

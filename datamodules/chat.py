@@ -1,0 +1,274 @@
+"""The datamodule for chat data in text."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from dspark_lightning.datamodules.collate import collate_rows
+from dspark_lightning.datamodules.encode import RowEncoder
+from dspark_lightning.datamodules.loss_mask import ChatRenderer
+from dspark_lightning.datamodules.preview import preview
+from dspark_lightning.datamodules.rowset import RowSet
+from dspark_lightning.datamodules.sampler import ResumableSampler, RowLoader
+from dspark_lightning.datamodules.source import load_source
+from dspark_lightning.datamodules.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What comes from the arguments or, where they leave it out, from the module that is trained."""
+
+    tokenizer: str
+    gguf_file: str | None
+    trust_remote_code: bool
+    mask_token_id: int
+    min_supervised_tokens: int
+    seed: int
+
+
+class ChatDataModule(LightningDataModule):
+    """Chat rows, rendered by the target's chat template, with the assistant's tokens supervised.
+
+    Batches are dicts of int64 tensors: `input_ids`, `attention_mask`, `loss_mask` [B, S], padded on the right, and
+    `row_id` [B], the index of the row in its source (the same number may stand for a training row and a validation
+    row). Training order is a permutation drawn from (seed, epoch), without the last incomplete global batch;
+    validation takes every row, unshuffled. A checkpoint in the middle of an epoch resumes with the next row not
+    trained. `test` runs on the validation rows.
+
+    Attached to a trainer, what is left out here comes from the hyper-parameters of the module: `tokenizer` and
+    `gguf_file` from its target, `mask_token_id`, `min_supervised_tokens` from block_size, `seed`.
+
+    Args:
+        train_data: Path or glob of .jsonl, .json or .parquet files, "embedded" (rows that ship with the package), or
+            a hub id, `org/name` or `org/name:config`. Row formats: see `dspark_lightning.datamodules.rows`.
+        val_data: Validation rows, likewise ("embedded": the held-out ones). Training rows identical to one of them are
+            left out. Default: train_data if val_split is given, else none.
+        train_split: Split of train_data, with an optional slice: "train[:370]". Files have the one split "train".
+        val_split: Split of val_data. Default: "train".
+        val_fraction: Instead of val_data or val_split, the share of train_data held out; a hash of each row decides.
+        tokenizer: Folder or hub id of the target, or "embedded".
+        gguf_file: Name of the GGUF file in it that holds the tokenizer, if one does.
+        mask_token_id: The draft's mask token. Data that contains it is refused.
+        max_length: Only so many first tokens of a row are kept.
+        batch_size: Rows of a batch on one rank, in training and validation.
+        num_workers: Processes that read and pad rows; 0 does it in the main process.
+        supervise: "all" assistant turns, or the "last" one only.
+        supervise_reasoning: False leaves `<think>...</think>` unsupervised.
+        min_supervised_tokens: Rows with fewer supervised tokens (after cutting to max_length) are left out. Default:
+            twice the block_size of the module; without a module 2, the least that has an anchor.
+        chat_template: Path of a Jinja file used instead of the tokenizer's own template.
+        chat_template_kwargs: Options of the template, such as `enable_thinking: false`; give the same ones when
+            serving.
+        max_bad_rows: So many malformed rows of a source are skipped; one more is an error.
+        seed: Seed of the training order. Default: the module's; without a module 0.
+
+    Raises:
+        ValueError: An argument out of range; when set up, data or templates that cannot be used, in one line.
+    """
+
+    _settings: _Settings  # these two are there once rows are loaded
+    _encoder: RowEncoder
+
+    def __init__(
+        self,
+        train_data: str,
+        val_data: str | None = None,
+        train_split: str = "train",
+        val_split: str | None = None,
+        val_fraction: float = 0.0,
+        tokenizer: str | None = None,
+        gguf_file: str | None = None,
+        mask_token_id: int | None = None,
+        max_length: int = 4096,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        supervise: Literal["all", "last"] = "all",
+        supervise_reasoning: bool = True,
+        min_supervised_tokens: int | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        max_bad_rows: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        least = {"max_length": (max_length, 2), "batch_size": (batch_size, 1), "num_workers": (num_workers, 0)}
+        least |= {"max_bad_rows": (max_bad_rows, 0), "min_supervised_tokens": (min_supervised_tokens or 2, 2)}
+        for name, (value, minimum) in least.items():
+            if value < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, got {value}")
+        if supervise not in ("all", "last"):
+            raise ValueError(f"supervise must be 'all' or 'last', got {supervise!r}")
+        if not 0.0 <= val_fraction < 1.0:
+            raise ValueError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
+        if val_fraction and (val_data or val_split) is not None:
+            raise ValueError(
+                f"val_fraction {val_fraction} chooses the validation rows, but so does "
+                f"{f'val_split {val_split!r}' if val_data is None else f'val_data {val_data!r}'}: give one of them"
+            )
+        self.train_data, self.train_split = train_data, train_split
+        self.val_data = train_data if val_data is None and val_split is not None else val_data
+        self.val_split, self.val_fraction = val_split or "train", val_fraction
+        self._embedded_val: Literal["train", "heldout"] = "train" if val_data is None else "heldout"
+        self.tokenizer, self.gguf_file, self.mask_token_id = tokenizer, gguf_file, mask_token_id
+        self.max_length, self.batch_size, self.num_workers = max_length, batch_size, num_workers
+        self.supervise, self.supervise_reasoning = supervise, supervise_reasoning
+        self.min_supervised_tokens, self.max_bad_rows, self.seed = min_supervised_tokens, max_bad_rows, seed
+        self.chat_template, self.chat_template_kwargs = chat_template, chat_template_kwargs
+        self._rows: dict[str, RowSet] = {}
+        self._sampler: ResumableSampler | None = None
+
+    def prepare_data(self) -> None:
+        """Encode the rows on one process of each node, so that the others find them in the cache."""
+        self._load((self.trainer and self.trainer.state.fn) or "fit")
+
+    def setup(self, stage: str) -> None:
+        """Load the rows of a stage: "fit", "validate" or "test"."""
+        self._load(stage)
+        if stage == "fit":
+            progress = partial(_progress, self.trainer) if self.trainer else None
+            self._sampler = self._new_sampler(self._rows["train"], shuffle=True, progress=progress)
+
+    def train_dataloader(self) -> RowLoader:
+        """Batches of training rows."""
+        if self._sampler is None:
+            raise RuntimeError('call setup("fit") before train_dataloader()')
+        return self._new_loader(self._rows["train"], self._sampler)
+
+    def val_dataloader(self) -> RowLoader | list[RowLoader]:
+        """Batches of validation rows; an empty list when there are none."""
+        if "val" not in self._rows:
+            return []
+        return self._new_loader(self._rows["val"], self._new_sampler(self._rows["val"], shuffle=False))
+
+    def test_dataloader(self) -> RowLoader | list[RowLoader]:
+        """The batches of `val_dataloader`."""
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, int]:
+        """Epoch and batches trained, and what the order depends on."""
+        if self._sampler is None or self.trainer is None:
+            return {}
+        return self._sampler.state_dict(self.trainer.fit_loop.max_batches, self.trainer.accumulate_grad_batches)
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on after the batches trained. Called after `setup`; without training rows there is nothing to do."""
+        if self._sampler is not None:
+            self._sampler.load_state_dict(state_dict)
+
+    def preview(self, index: int = 0) -> str:
+        """Text of a row, its supervised part between ⟦ and ⟧. Needs `setup`.
+
+        Args:
+            index: Which of the training rows kept, or of the validation rows when only these were loaded.
+        """
+        rows = self._rows.get("train") or self._rows["val"]
+        return preview(self._encoder.renderer.tokenizer, rows[index]["input_ids"], rows[index]["loss_mask"])
+
+    def _load(self, stage: str) -> None:
+        settings = self._resolve()
+        if settings != getattr(self, "_settings", None):
+            self._settings, self._encoder, self._rows = settings, self._new_encoder(settings), {}
+        loaded = len(self._rows)
+        if self.val_data is not None and "val" not in self._rows:
+            self._keep("val", self._read("val_data", self.val_data, self.val_split, self._embedded_val))
+        if (stage == "fit" or self.val_fraction) and "train" not in self._rows:
+            train = self._read("train_data", self.train_data, self.train_split, "train")
+            if "val" in self._rows:
+                train = train.without_rows_of(self._rows["val"])
+            elif self.val_fraction:
+                train, held_out = train.split(self.val_fraction)
+                self._keep("val", held_out)
+            self._keep("train", train)
+        if stage != "fit" and "val" not in self._rows:
+            raise ValueError(f"no rows to {stage} on: set val_data, val_split or val_fraction")
+        if len(self._rows) > loaded:
+            rank_zero_info(f"The first row, its supervised part between ⟦ and ⟧:\n{self.preview()}")
+
+    def _read(self, argument: str, data: str, split: str, embedded_split: Literal["train", "heldout"]) -> RowSet:
+        source = load_source(argument, data, split, embedded_split)
+        table = self._encoder.encode(source)
+        rows = RowSet.from_table(f"{argument} {source.name}", table, self._settings.min_supervised_tokens)
+        for error in rows.errors(3):
+            rank_zero_warn(f"skipped {error}")
+        return rows
+
+    def _keep(self, side: str, rows: RowSet) -> None:
+        rank_zero_info(rows.summary())
+        if not len(rows):
+            raise ValueError(f"no row is left of {rows.summary()}")
+        self._rows[side] = rows
+
+    def _resolve(self) -> _Settings:
+        module = self.trainer.lightning_module if self.trainer else None
+        hparams: Mapping[str, Any] = getattr(module, "hparams", {})
+        tokenizer = self.tokenizer if self.tokenizer is not None else hparams.get("target")
+        if tokenizer is None:
+            raise ValueError(
+                "tokenizer is not set: give the folder or hub id of the target, or train a module that names a target"
+            )
+        given, mask_token_id = self.mask_token_id, hparams.get("mask_token_id", self.mask_token_id)
+        if mask_token_id is None:
+            raise ValueError(
+                "mask_token_id is not set and has no default: give the id of a token that the data never holds"
+            )
+        if given not in (None, mask_token_id):
+            raise ValueError(
+                f"mask_token_id is {given} for the data, but {mask_token_id} for the model: leave it out for the data"
+            )
+        least = self.min_supervised_tokens
+        return _Settings(
+            tokenizer=str(tokenizer),
+            gguf_file=hparams.get("gguf_file") if self.tokenizer is None and self.gguf_file is None else self.gguf_file,
+            trust_remote_code=bool(hparams.get("trust_remote_code", False)),
+            mask_token_id=mask_token_id,
+            min_supervised_tokens=2 * hparams.get("block_size", 1) if least is None else least,
+            seed=hparams.get("seed", 0) if self.seed is None else self.seed,
+        )
+
+    def _new_encoder(self, settings: _Settings) -> RowEncoder:
+        template = None
+        if self.chat_template is not None:
+            if not Path(self.chat_template).is_file():
+                raise ValueError(f"chat_template {self.chat_template!r}: no such file")
+            template = Path(self.chat_template).read_text(encoding="utf-8")
+        renderer = ChatRenderer(
+            load_tokenizer(settings.tokenizer, settings.gguf_file, settings.trust_remote_code),
+            chat_template=template,
+            template_name=self.chat_template,
+            template_kwargs=self.chat_template_kwargs,
+            supervise=self.supervise,
+            supervise_reasoning=self.supervise_reasoning,
+        )
+        return RowEncoder(renderer, self.max_length, settings.mask_token_id, self.max_bad_rows)
+
+    def _new_sampler(
+        self, rows: RowSet, *, shuffle: bool, progress: Callable[[], tuple[int, int]] | None = None
+    ) -> ResumableSampler:
+        ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
+        seed = self._settings.seed
+        return ResumableSampler(rows, self.batch_size, shuffle=shuffle, seed=seed, progress=progress, **ranks)
+
+    def _new_loader(self, rows: RowSet, sampler: ResumableSampler) -> RowLoader:
+        tokenizer = self._encoder.renderer.tokenizer
+        pad = tokenizer.pad_token_id
+        pad_token_id = pad if isinstance(pad, int) and 0 <= pad < len(tokenizer) else 0
+        return RowLoader(
+            rows,
+            batch_size=self.batch_size,
+            sampler=sampler,
+            collate_fn=partial(collate_rows, pad_token_id=pad_token_id, max_length=self.max_length),
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+def _progress(trainer: Trainer) -> tuple[int, int]:
+    """The epoch, and the batches trained since the run began, over all its resumes."""
+    return trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined]

@@ -1,0 +1,49 @@
+"""Makes Lightning go on exactly where a checkpoint was written.
+
+Lightning's own counters do not always (seen with 2.6):
+
+- A checkpoint written inside an accumulation window (after an interrupt, or the first one after a resume) counts batches whose
+  gradients were never applied, and these gradients are lost. Such a checkpoint is taken back to its last optimizer step.
+- A checkpoint written at the last batch or at the end of an epoch makes the resumed run miscount its epochs. A second resume
+  then loses its place in the epoch, or a whole epoch. Such a checkpoint is turned into one at the beginning of the next epoch.
+"""
+
+from typing import Any
+
+_COUNTERS = ("ready", "started", "processed", "completed")
+
+
+def settle_progress(checkpoint: dict[str, Any]) -> None:
+    """Edit a loaded checkpoint in place. Call it in `LightningModule.on_load_checkpoint`.
+
+    Args:
+        checkpoint: As Lightning hands it over. Without the state of a datamodule that uses `ResumableSampler` nothing is done.
+    """
+    position = next((value for value in checkpoint.values() if isinstance(value, dict) and "pending" in value), None)
+    loops = checkpoint.get("loops", {}).get("fit_loop")
+    if position is None or loops is None:
+        return
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    if position["pending"]:
+        for counter in (batches["current"], batches["total"]):
+            _set(counter, counter["processed"] - position["pending"])
+        position["batches"] -= position["pending"]
+        position["pending"] = 0
+    elif batches["is_last_batch"] and not _awaits_validation(epochs, batches):
+        if batches["current"]["completed"] < batches["current"]["processed"]:
+            loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # as Lightning does for such a checkpoint
+        for counter in (epochs["current"], epochs["total"]):
+            _set(counter, counter["started"])
+        _set(batches["total"], batches["total"]["processed"])
+        _set(batches["current"], 0)
+        batches["is_last_batch"] = False
+
+
+def _awaits_validation(epochs: dict[str, Any], batches: dict[str, Any]) -> bool:
+    """Whether all batches are done but the epoch is not: written while validating at its end, where Lightning resumes well."""
+    finished = batches["current"]["completed"] == batches["current"]["processed"]
+    return bool(finished and epochs["current"]["processed"] < epochs["current"]["started"])
+
+
+def _set(counter: dict[str, int], value: int) -> None:
+    counter.update(dict.fromkeys(_COUNTERS, value))

@@ -1,7 +1,6 @@
 """The datamodule for chat data in text."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,20 +15,9 @@ from dspark_lightning.datamodules.loss_mask import ChatRenderer
 from dspark_lightning.datamodules.preview import preview
 from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import ResumableSampler, RowLoader
+from dspark_lightning.datamodules.settings import Settings, resolve_settings
 from dspark_lightning.datamodules.source import load_source
 from dspark_lightning.datamodules.tokenizer import load_tokenizer
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What comes from the arguments or, where they leave it out, from the module that is trained."""
-
-    tokenizer: str
-    gguf_file: str | None
-    trust_remote_code: bool
-    mask_token_id: int
-    min_supervised_tokens: int
-    seed: int
 
 
 class ChatDataModule(LightningDataModule):
@@ -39,7 +27,8 @@ class ChatDataModule(LightningDataModule):
     `row_id` [B], the index of the row in its source (the same number may stand for a training row and a validation
     row). Training order is a permutation drawn from (seed, epoch), without the last incomplete global batch;
     validation takes every row, unshuffled. A checkpoint in the middle of an epoch resumes with the next row not
-    trained. `test` runs on the validation rows.
+    trained (a module of your own calls `dspark_lightning.datamodules.resume.settle_progress` in `on_load_checkpoint`).
+    `test` runs on the validation rows.
 
     Attached to a trainer, what is left out here comes from the hyper-parameters of the module: `tokenizer` and
     `gguf_file` from its target, `mask_token_id`, `min_supervised_tokens` from block_size, `seed`.
@@ -72,7 +61,7 @@ class ChatDataModule(LightningDataModule):
         ValueError: An argument out of range; when set up, data or templates that cannot be used, in one line.
     """
 
-    _settings: _Settings  # these two are there once rows are loaded
+    _settings: Settings  # these two are there once rows are loaded
     _encoder: RowEncoder
 
     def __init__(
@@ -97,10 +86,15 @@ class ChatDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        least = {"max_length": (max_length, 2), "batch_size": (batch_size, 1), "num_workers": (num_workers, 0)}
-        least |= {"max_bad_rows": (max_bad_rows, 0), "min_supervised_tokens": (min_supervised_tokens or 2, 2)}
+        least: dict[str, tuple[int | None, int]] = {
+            "max_length": (max_length, 2),
+            "batch_size": (batch_size, 1),
+            "num_workers": (num_workers, 0),
+            "min_supervised_tokens": (min_supervised_tokens, 2),
+            "max_bad_rows": (max_bad_rows, 0),
+        }
         for name, (value, minimum) in least.items():
-            if value < minimum:
+            if value is not None and value < minimum:
                 raise ValueError(f"{name} must be at least {minimum}, got {value}")
         if supervise not in ("all", "last"):
             raise ValueError(f"supervise must be 'all' or 'last', got {supervise!r}")
@@ -125,7 +119,8 @@ class ChatDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Encode the rows on one process of each node, so that the others find them in the cache."""
-        self._load((self.trainer and self.trainer.state.fn) or "fit")
+        function = self.trainer.state.fn if self.trainer else None
+        self._load(function.value if function else "fit")
 
     def setup(self, stage: str) -> None:
         """Load the rows of a stage: "fit", "validate" or "test"."""
@@ -204,34 +199,18 @@ class ChatDataModule(LightningDataModule):
             raise ValueError(f"no row is left of {rows.summary()}")
         self._rows[side] = rows
 
-    def _resolve(self) -> _Settings:
+    def _resolve(self) -> Settings:
         module = self.trainer.lightning_module if self.trainer else None
-        hparams: Mapping[str, Any] = getattr(module, "hparams", {})
-        tokenizer = self.tokenizer if self.tokenizer is not None else hparams.get("target")
-        if tokenizer is None:
-            raise ValueError(
-                "tokenizer is not set: give the folder or hub id of the target, or train a module that names a target"
-            )
-        given, mask_token_id = self.mask_token_id, hparams.get("mask_token_id", self.mask_token_id)
-        if mask_token_id is None:
-            raise ValueError(
-                "mask_token_id is not set and has no default: give the id of a token that the data never holds"
-            )
-        if given not in (None, mask_token_id):
-            raise ValueError(
-                f"mask_token_id is {given} for the data, but {mask_token_id} for the model: leave it out for the data"
-            )
-        least = self.min_supervised_tokens
-        return _Settings(
-            tokenizer=str(tokenizer),
-            gguf_file=hparams.get("gguf_file") if self.tokenizer is None and self.gguf_file is None else self.gguf_file,
-            trust_remote_code=bool(hparams.get("trust_remote_code", False)),
-            mask_token_id=mask_token_id,
-            min_supervised_tokens=2 * hparams.get("block_size", 1) if least is None else least,
-            seed=hparams.get("seed", 0) if self.seed is None else self.seed,
+        return resolve_settings(
+            getattr(module, "hparams", {}),
+            tokenizer=self.tokenizer,
+            gguf_file=self.gguf_file,
+            mask_token_id=self.mask_token_id,
+            min_supervised_tokens=self.min_supervised_tokens,
+            seed=self.seed,
         )
 
-    def _new_encoder(self, settings: _Settings) -> RowEncoder:
+    def _new_encoder(self, settings: Settings) -> RowEncoder:
         template = None
         if self.chat_template is not None:
             if not Path(self.chat_template).is_file():

@@ -1,11 +1,11 @@
 """Makes Lightning go on exactly where a checkpoint was written.
 
-Lightning's own counters do not always (seen with 2.6):
+Its own counters do not always (seen with 2.6):
 
-- A checkpoint written inside an accumulation window (after an interrupt, or the first one after a resume) counts batches whose
-  gradients were never applied, and these gradients are lost. Such a checkpoint is taken back to its last optimizer step.
-- A checkpoint written at the last batch or at the end of an epoch makes the resumed run miscount its epochs. A second resume
-  then loses its place in the epoch, or a whole epoch. Such a checkpoint is turned into one at the beginning of the next epoch.
+- A checkpoint written inside an accumulation window (on a failure, or the first after a resume) counts batches whose
+  gradients were never applied, and these gradients are lost. It is taken back to its last optimizer step.
+- A checkpoint written at the last batch or at the end of an epoch makes the resumed run miscount its epochs. A second
+  resume then loses its place in the epoch, or a whole epoch. It is turned into one at the beginning of the next epoch.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def settle_progress(checkpoint: dict[str, Any]) -> None:
     """Edit a loaded checkpoint in place. Call it in `LightningModule.on_load_checkpoint`.
 
     Args:
-        checkpoint: As Lightning hands it over. Without the state of a datamodule that uses `ResumableSampler` nothing is done.
+        checkpoint: As Lightning hands it over. Without the state of a `ResumableSampler` in it nothing is done.
     """
     position = next((value for value in checkpoint.values() if isinstance(value, dict) and "pending" in value), None)
     loops = checkpoint.get("loops", {}).get("fit_loop")
@@ -40,7 +40,7 @@ def settle_progress(checkpoint: dict[str, Any]) -> None:
 
 
 def _awaits_validation(epochs: dict[str, Any], batches: dict[str, Any]) -> bool:
-    """Whether all batches are done but the epoch is not: written while validating at its end, where Lightning resumes well."""
+    """Whether the batches are done but the epoch is not: written while it ends. Lightning resumes that well."""
     finished = batches["current"]["completed"] == batches["current"]["processed"]
     return bool(finished and epochs["current"]["processed"] < epochs["current"]["started"])
 

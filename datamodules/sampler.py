@@ -99,8 +99,8 @@ class ResumableSampler(DistributedSampler[int]):
             accumulate_grad_batches: Batches between two optimizer steps.
 
         Returns:
-            `epoch`, `batches` trained in it, how many of these are `pending` (trained since the last optimizer step), and
-            what the order depends on.
+            `epoch`, `batches` trained in it, how many of these are `pending` (since the last optimizer step), and what
+            the order depends on.
         """
         epoch, batches = self._resume
         if self._started is not None:

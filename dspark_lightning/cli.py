@@ -1,6 +1,7 @@
 """The `dspark` command: LightningCLI for training, and the tools beside it."""
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -73,6 +74,8 @@ TOOLS: dict[str, Callable[..., None]] = {"export": export}
 
 def main(args: ArgsType = None) -> None:
     """Run `dspark SUBCOMMAND ...`; errors in what the user gave end with one line on stderr and exit code 2."""
+    for message in (".*was deprecated in v4.49.0", ".*LeafSpec"):  # Lightning's own calls: nothing for the user to do
+        warnings.filterwarnings("ignore", message=message)
     argv = sys.argv[1:] if args is None else args
     try:
         if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:

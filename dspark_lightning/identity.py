@@ -2,16 +2,17 @@
 
 from typing import Any
 
-_SHAPING_FIELDS = (
-    "mask_token_id",
-    "block_size",
-    "target_layer_ids",
-    "num_hidden_layers",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-)
+# Config field -> the argument that sets it.
+_SHAPING_FIELDS = {
+    "mask_token_id": "mask_token_id",
+    "block_size": "block_size",
+    "target_layer_ids": "target_layer_ids",
+    "num_hidden_layers": "num_draft_layers",
+    "markov_rank": "markov_rank",
+    "markov_head_type": "markov_head_type",
+    "enable_confidence_head": "confidence_head_alpha",
+    "confidence_head_with_markov": "confidence_head_with_markov",
+}
 
 
 def check_identity(current: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -31,10 +32,10 @@ def check_identity(current: dict[str, Any], saved: dict[str, Any]) -> None:
             f"this run has {current['target']!r} (weights {current['target_fingerprint']}): "
             "a draft only fits the target it was trained for"
         )
-    for name in _SHAPING_FIELDS:
-        ours, theirs = current["draft_config"][name], saved["draft_config"][name]
+    for field, argument in _SHAPING_FIELDS.items():
+        ours, theirs = current["draft_config"][field], saved["draft_config"][field]
         if ours != theirs:
             raise ValueError(
-                f"the checkpoint has {name} {theirs!r}, this run has {ours!r}: "
-                f"set {name} to the checkpoint's value, or start without the checkpoint"
+                f"the checkpoint has {field} {theirs!r}, this run has {ours!r}: "
+                f"set {argument} to the checkpoint's value, or start without the checkpoint"
             )

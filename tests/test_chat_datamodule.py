@@ -64,7 +64,7 @@ def test_batches_hold_the_rows(make: Make) -> None:
 def test_no_validation_data_is_no_error_in_fit(make: Make) -> None:
     assert fit(make()).val_dataloader() == []
     with pytest.raises(ValueError, match="no rows to validate on: set val_data"):
-        make().setup("validate")
+        Trainer(accelerator="cpu", logger=False).validate(Module(), datamodule=make())
 
 
 def test_val_fraction_splits_without_leak(make: Make) -> None:
@@ -102,6 +102,16 @@ def test_every_row_format_and_tokenised_rows_in_one_file(make: Make) -> None:
     last = val_batches(datamodule)[2]
     assert last["input_ids"].tolist() == [[10, 11, 12, 13, 0, 0, 0, 0]]
     assert last["loss_mask"].tolist() == [[0, 1, 1, 1, 0, 0, 0, 0]]
+
+
+def test_validate_and_test_read_the_validation_rows_only(make: Make) -> None:
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    module = Module()
+    trainer.validate(module, datamodule=make("missing.jsonl", val_rows=ROWS[:3]))
+    assert module.rows == [0, 1, 2]
+    datamodule = make(val_rows=ROWS[:2])
+    datamodule.setup("test")
+    assert [int(batch["row_id"]) for batch in datamodule.test_dataloader()] == [0, 1]
 
 
 def test_slices_of_one_file_train_and_validate(make: Make) -> None:
@@ -201,6 +211,9 @@ class Module(LightningModule):
     def training_step(self, batch: dict[str, torch.Tensor]) -> None:
         self.rows += batch["row_id"].tolist()
 
+    def validation_step(self, batch: dict[str, torch.Tensor]) -> None:
+        self.rows += batch["row_id"].tolist()
+
     def configure_optimizers(self) -> None:
         return None
 
@@ -267,7 +280,7 @@ def test_ranks_share_the_rows(make: Make) -> None:
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"num_workers": -1}, "num_workers must be at least 0, got -1"),
         ({"max_bad_rows": -1}, "max_bad_rows must be at least 0, got -1"),
-        ({"min_supervised_tokens": 1}, "min_supervised_tokens must be at least 2, got 1"),
+        ({"min_supervised_tokens": 0}, "min_supervised_tokens must be at least 2, got 0"),
         ({"supervise": "first"}, "supervise must be 'all' or 'last', got 'first'"),
         ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
         ({"val_fraction": 0.1, "val_data": "x.jsonl"}, "val_fraction 0.1 chooses .*, but so does val_data 'x.jsonl'"),

@@ -116,16 +116,28 @@ class MadeUpConfig(PretrainedConfig):
     model_type = "made_up"
 
 
-def test_a_family_registered_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def made_up_spec() -> DraftSpec:
     def build(config: PretrainedConfig, args: object) -> Qwen3Config:
         del config
-        return build_qwen3_draft_config(tiny_qwen3_config(), args)
+        return build_qwen3_draft_config(tiny_qwen3_config(num_hidden_layers=9), args)
 
-    spec = DraftSpec(MadeUpDraft, build, architectures=("MadeUpForCausalLM",), model_types=("made_up",))
+    return DraftSpec(MadeUpDraft, build, architectures=("MadeUpForCausalLM",), model_types=("made_up",))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MadeUpConfig(),
+        MadeUpConfig(architectures=["MadeUpForCausalLM"]),
+        tiny_qwen3_config(architectures=["MadeUpForCausalLM"]),  # the architecture decides before the model type
+    ],
+)
+def test_a_family_registered_from_outside(config: PretrainedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = made_up_spec()
     for name in (*spec.architectures, *spec.model_types):
         monkeypatch.setitem(DSPARK_DRAFT_REGISTRY, name, spec)
-    assert type(build_draft_model(MadeUpConfig(), **ARGS)) is MadeUpDraft
-    assert type(build_draft_model(MadeUpConfig(architectures=["MadeUpForCausalLM"]), **ARGS)) is MadeUpDraft
+    assert type(build_draft_model(config, **ARGS)) is MadeUpDraft
+    assert build_draft_config(config, ARGS).num_target_layers == 9
     assert resolve_draft_class(["MadeUpDraft"]) is MadeUpDraft
     assert type(make_draft()) is Qwen3DSparkModel
 

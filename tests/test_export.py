@@ -91,8 +91,9 @@ def test_the_file_holds_flat_bf16_tensors_with_embedding_and_head(folder: Path) 
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_tied_targets_weights_are_written_twice(tmp_path: Path) -> None:
-    target, draft = tiny_qwen3(tie_word_embeddings=True), make_draft()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_targets_weights_are_written_twice(dtype: torch.dtype, tmp_path: Path) -> None:
+    target, draft = tiny_qwen3(tie_word_embeddings=True).to(dtype), make_draft()
     draft.initialize_embeddings_and_head(embed_tokens=target.get_input_embeddings(), lm_head=target.lm_head)
     weights = load_file(export_draft(draft, tmp_path / "dspark") / "model.safetensors")
     assert torch.equal(weights["embed_tokens.weight"], weights["lm_head.weight"])

@@ -80,7 +80,7 @@ def test_resume_skips_what_was_trained_not_what_was_fetched() -> None:
     fetched = [row for row, _ in zip(made, range(8), strict=False)]  # four batches, as workers do
     trainer.trained += 2
     state = made.state_dict(batches_per_epoch=5)
-    assert state == {"epoch": 1, "batches": 2, "seed": 7, "num_rows": 10, "global_batch_size": 2}
+    assert state == {"epoch": 1, "batches": 2, "pending": 0, "seed": 7, "num_rows": 10, "global_batch_size": 2}
 
     resumed = resumable(trainer)
     resumed.load_state_dict(state)
@@ -100,6 +100,16 @@ def test_state_counts_on_after_a_resume() -> None:
     assert made.state_dict(5)["batches"] == 4
     trainer.trained += 1
     assert (made.state_dict(5)["epoch"], made.state_dict(5)["batches"]) == (2, 0)
+
+
+def test_state_counts_the_batches_since_the_last_optimizer_step() -> None:
+    trainer = FakeTrainer()
+    made = resumable(trainer)
+    next(iter(made))
+    pending = []
+    for trainer.trained in range(6):
+        pending.append(made.state_dict(5, accumulate_grad_batches=3)["pending"])
+    assert pending == [0, 1, 2, 0, 1, 0]  # the last batch of an epoch always steps
 
 
 def test_an_epoch_trained_to_its_end_gives_no_rows_again() -> None:

@@ -82,7 +82,9 @@ def load_source(argument: str, data: str, split: str, embedded_split: Literal["t
         raise ValueError(f"{argument} {data!r}: split {split!r} holds no row of {len(table)}")
     if len(row_ids) < len(table):
         table = table.select(row_ids)
-    return Source(f"{data} [{split}]", table, row_ids, place, is_json=bool(files) and not files[0].endswith(".parquet"))
+    name = f"embedded {embedded_split}" if data == "embedded" else data
+    is_json = bool(files) and not files[0].endswith(".parquet")
+    return Source(f"{name} [{split}]", table, row_ids, place, is_json)
 
 
 def _load_files(files: list[str], split: str) -> tuple[Dataset, Callable[[int], str]]:

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
+from dspark_lightning.datamodules.resume import settle_progress
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.config import DraftArgs
 from dspark_lightning.drafts.registry import QWEN3, DraftSpec, resolve_dspark_draft_spec
@@ -272,7 +273,7 @@ class DSparkModule(LightningModule):
         checkpoint["dspark"] = self.identity()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse a checkpoint of another target, mask token, block size, layers or heads.
+        """Refuse a checkpoint of another target, mask token, block size, layers or heads; go on exactly where it was.
 
         Raises:
             ValueError: names the field and both values.
@@ -280,6 +281,7 @@ class DSparkModule(LightningModule):
         if "dspark" not in checkpoint:
             raise ValueError("the checkpoint was not written by a DSparkModule: it has no 'dspark'")
         check_identity(self.identity(), checkpoint["dspark"])
+        settle_progress(checkpoint)
 
 
 class Qwen3DSpark(DSparkModule):

@@ -198,16 +198,18 @@ def write_answers(
             chosen = [answered[i] for i in waiting[start : start + batch_size]]
             for row, tokens in zip(chosen, _sample(model, tokenizer, [row["messages"] for row in chosen]), strict=True):
                 complete = END in tokens
-                text = tokenizer.decode(tokens[: tokens.index(END)] if complete else tokens)
+                text = tokenizer.decode(tokens[: tokens.index(END)] if complete else tokens, skip_special_tokens=True)
                 row["messages"].append({"role": "assistant", "content": text})
-                row |= {} if complete else {"truncated": True}
+                if not complete:
+                    row["truncated"] = True
     return answered
 
 
 def _sample(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, chats: list[Messages]) -> list[list[int]]:
     """The next assistant turn of every chat, as token ids that may hold padding after `<|end|>`."""
-    options: dict[str, Any] = {"add_generation_prompt": True, "padding": True, "padding_side": "left"}
-    prompts = cast(Any, tokenizer.apply_chat_template(chats, return_tensors="pt", return_dict=True, **options))
+    options: dict[str, Any] = {"return_dict": True, "return_tensors": "pt", "padding": True}
+    options["tokenizer_kwargs"] = {"padding_side": "left"}
+    prompts = cast(Any, tokenizer.apply_chat_template(chats, add_generation_prompt=True, **options))
     output = cast(Any, model).generate(**prompts)
     return cast(list[list[int]], output[:, prompts["input_ids"].shape[1] :].tolist())
 

@@ -1,11 +1,18 @@
 """The surroundings of every test: no hub, no network beyond this machine, one thread."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Read when torch, transformers and matplotlib are imported, so set before any of them is.
 os.environ.update(
     HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", MPLBACKEND="Agg"
 )
+
+# Encoded rows are cached; the user's cache must neither be used nor filled.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="dspark-tests-")
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 import socket
 from collections.abc import Iterator

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from chat_helpers import CHATML, DEFAULT_SYSTEM, DROPS_REASONING, MASK_ID, chat, save_tokenizer, write_jsonl
 from chat_helpers import datasets_cache as datasets_cache
@@ -260,7 +261,7 @@ def test_ranks_share_the_rows(make: Make) -> None:
         hparams = SimpleNamespace(hparams={})
         datamodule.trainer = SimpleNamespace(  # type: ignore[assignment]
             lightning_module=hparams,
-            state=SimpleNamespace(fn="fit"),
+            state=SimpleNamespace(fn=TrainerFn.FITTING),
             distributed_sampler_kwargs={"num_replicas": 2, "rank": rank},
             current_epoch=0,
             fit_loop=SimpleNamespace(

@@ -150,6 +150,23 @@ def test_a_run_that_fails_inside_an_accumulation_window_goes_back_to_its_start(t
     run.check(path)
 
 
+@pytest.mark.parametrize("again", ["step_12", "epoch_10"])
+def test_a_run_resumed_at_the_last_batch_of_an_epoch_resumes_again(tmp_path: Path, again: str) -> None:
+    run = Runs(tmp_path, max_epochs=3)
+    run.check(tmp_path / "first" / "step_5.ckpt", save_to="second")
+    run.check(tmp_path / "second" / f"{again}.ckpt")
+
+
+def test_checkpoints_of_other_datamodules_are_left_alone() -> None:
+    checkpoint = {
+        "loops": {"fit_loop": {"epoch_loop.batch_progress": {"is_last_batch": True}}},
+        "OtherData": {"batches": 3},
+    }
+    before = repr(checkpoint)
+    settle_progress(checkpoint)
+    assert repr(checkpoint) == before
+
+
 def test_limits_end_an_epoch_early(tmp_path: Path) -> None:
     run = Runs(tmp_path, max_epochs=2, limit_train_batches=3)
     for name, trained in (("step_1", 1), ("step_3", 3), ("epoch_3", 3), ("step_5", 5)):

@@ -12,7 +12,6 @@ os.environ.update(
 
 # Encoded rows are cached; the user's cache must neither be used nor filled.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="dspark-tests-")
-atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 import socket
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 LOOPBACK = ("127.", "::1", "localhost")
 

@@ -1,11 +1,22 @@
 """Build the tiny target that ships with the package, and the chat rows that it answers.
 
-    python scripts/build_embedded_target.py dspark_lightning/assets
+    OMP_NUM_THREADS=1 python scripts/build_embedded_target.py dspark_lightning/assets
 
 trains a byte-level BPE tokenizer and a Qwen3 model on generated chats, then lets the model write the answers of the
 training and the held-out rows, at temperature 1 over its whole vocabulary (so `generation_config.json` says). Neither
 the tokenizer nor the model ever saw a held-out question. All seeds are fixed: the rows and the tokenizer come out
-equal, the weights up to the rounding of the machine.
+equal, the weights up to the rounding of the machine. It takes about 13 minutes of one core. What was shipped printed
+
+    step 100: loss 4.024 after 91 s
+    step 400: loss 0.718 after 296 s
+    step 800: loss 0.419 after 570 s
+    step 1200: loss 0.314 after 814 s
+    step 1600: loss 0.204 after 986 s
+    held-out loss 0.177
+    train.jsonl: 2400 rows, 2 of them cut
+    heldout.jsonl: 200 rows, 0 of them cut
+
+(every fourth of the lines `step`, beside the first, on a shared machine). The free choice of wording alone costs 0.1.
 """
 
 import argparse

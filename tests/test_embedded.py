@@ -16,7 +16,7 @@ from dspark_lightning.embedded import embedded_data, embedded_path
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 PAD, END, SYSTEM, USER, ASSISTANT, MASK = range(6)
-NLL_BOUND = 0.5  # nats a token; a uniform guess would be ln 1024 = 6.9, the free choice of wording alone costs 0.1
+NLL_BOUND = 0.3  # nats a token; a uniform guess would be ln 1024 = 6.9, the free choice of wording alone costs 0.1
 Row = dict[str, Any]
 
 

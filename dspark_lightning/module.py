@@ -104,6 +104,7 @@ class DSparkModule(LightningModule):
         self.draft: DSparkDraft | None = None
         self.target: HFDSparkTargetModel | None = None
         self._window_den: Tensor | float = 0.0
+        self._configured_groups: list[dict[str, Any]] = []
 
     # Building -----------------------------------------------------------------------------------------------------
 
@@ -167,6 +168,8 @@ class DSparkModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Make this run's optimizer settings hold: a resumed checkpoint has just put back its own."""
+        if not self._configured_groups:  # a subclass brings its own configure_optimizers
+            return
         optimizer = self.trainer.optimizers[0]
         scheduler = cast(LambdaLR, self.trainer.lr_scheduler_configs[0].scheduler)
         scheduler.base_lrs = [group["initial_lr"] for group in self._configured_groups]

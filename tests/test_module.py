@@ -203,6 +203,16 @@ def test_a_changed_learning_rate_holds_after_resuming(tmp_path: Path) -> None:
     assert run.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
+def test_a_subclass_may_bring_its_own_optimizer(tmp_path: Path) -> None:
+    class Plain(TinyDSpark):
+        def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    run = trainer(tmp_path, max_epochs=-1, max_steps=2)
+    run.fit(Plain(**ARGS), DataLoader(rows(), batch_size=2))
+    assert run.global_step == 2 and run.optimizers[0].param_groups[0]["lr"] == 0.1
+
+
 def test_hyper_parameters_are_plain_data(tmp_path: Path) -> None:
     loaded = torch.load(checkpoint(tmp_path), weights_only=True)
     assert loaded["hyper_parameters"]["mask_token_id"] == 96

@@ -42,11 +42,17 @@ class DraftExport(Callback):
         if stage == "fit":
             self._parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
             self._checkpoints = {}
+            if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                try:  # now, not after hours of training
+                    self._parent.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    reason = error.strerror or error
+                    raise ValueError(f"DraftExport cannot write to {str(self._parent)!r}: {reason}") from error
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Export what is about to be saved, once per step however many checkpoints it has."""
         del checkpoint
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = self._parent / f"dspark-step={trainer.global_step}"
         if folder not in self._checkpoints:

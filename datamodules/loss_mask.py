@@ -97,7 +97,7 @@ class ChatRenderer:
         Raises:
             ValueError: The tokenizer has none and none was given.
         """
-        template = self._given_template or self.tokenizer.chat_template
+        template = self.tokenizer.chat_template if self._given_template is None else self._given_template
         if isinstance(template, dict):
             template = template.get("default")
         if not template:
@@ -106,7 +106,7 @@ class ChatRenderer:
 
     def state(self) -> list[Any]:
         """Everything that ids and masks depend on beside the conversation, as plain data."""
-        template = self._given_template or self.tokenizer.chat_template
+        template = self.tokenizer.chat_template if self._given_template is None else self._given_template
         vocabulary = hashlib.blake2b(self._backend.to_str().encode()).hexdigest()
         options = [self.template_kwargs, self.supervise, self.supervise_reasoning]
         return [vocabulary, self.tokenizer.special_tokens_map, template, *options]

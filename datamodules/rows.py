@@ -59,11 +59,17 @@ def parse_row(record: object) -> Chat | TokenRow:
     messages = [_message(turn) for turn in _turns(record)]
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow(f"no assistant turn; the roles are {[message['role'] for message in messages]}")
-    return Chat(messages, bool(record.get("truncated")), _tools(record.get("tools")))
+    truncated = record.get("truncated", False)
+    if not isinstance(truncated, bool):
+        raise BadRow(f"truncated must be true or false, got {_short(truncated)}")
+    return Chat(messages, truncated, _tools(record.get("tools")))
 
 
 def _token_row(record: Mapping[str, Any]) -> TokenRow:
     ids, mask = record["input_ids"], record.get("loss_mask")
+    for name, values in (("input_ids", ids), ("loss_mask", mask)):
+        if not isinstance(values, Sequence | None) or isinstance(values, str):
+            raise BadRow(f"{name} must be a list of integers, got {_short(values)}")
     if mask is None or len(mask) != len(ids):
         raise BadRow(
             f"input_ids needs a loss_mask of its {len(ids)} entries, got {'none' if mask is None else len(mask)}"
@@ -93,7 +99,7 @@ def _message(turn: object) -> Message:
         raise BadRow(f"a turn must be an object with role and content, got {_short(turn)}")
     message: Message = {key: _without_nulls(value) for key, value in turn.items() if value is not None}
     if "from" in message and "role" not in message:
-        sender = message.pop("from")
+        sender = str(message.pop("from"))
         message = {"role": _SHAREGPT_ROLES.get(sender, sender), "content": message.pop("value", None), **message}
     role = message.get("role")
     if role not in _ROLES:

@@ -51,6 +51,8 @@ class Source:
             return json.loads(line) if line else None
         except json.JSONDecodeError as error:
             raise BadRow(f"not JSON: {error.msg} (column {error.colno})") from error
+        except RecursionError as error:
+            raise BadRow("not a row: JSON nested too deeply") from error
 
 
 def load_source(argument: str, data: str, split: str, embedded_split: Literal["train", "heldout"] = "train") -> Source:
@@ -66,7 +68,10 @@ def load_source(argument: str, data: str, split: str, embedded_split: Literal["t
         ValueError: Nothing can be read there, there are no rows, or the split is not there; one line.
     """
     path = os.path.expanduser(str(embedded_data(embedded_split)) if data == "embedded" else data)
-    files = sorted(glob.glob(path, recursive=True)) if not os.path.isdir(path) else []
+    if os.path.isfile(path):  # also one whose name holds characters that a glob reads
+        files = [path]
+    else:
+        files = sorted(glob.glob(path, recursive=True)) if not os.path.isdir(path) else []
     split_name = split.split("[")[0]
     try:
         if files:

@@ -21,15 +21,15 @@ def load_tokenizer(name: str, gguf_file: str | None = None, trust_remote_code: b
     """
     path = str(embedded_path()) if name == "embedded" else os.path.expanduser(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    if name.startswith((".", "/", "~")) and not Path(path).is_dir():
+    is_folder = Path(path).is_dir()
+    if name.startswith((".", "/", "~")) and not is_folder:
         raise ValueError(f"tokenizer {name!r}: no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
-    except (
-        Exception
-    ) as error:  # transformers raises OSError, ValueError, KeyError, ImportError, and those of its parsers
+    except Exception as error:  # OSError, ValueError, KeyError, ImportError, and those of transformers' parsers
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"tokenizer {name!r}{f' ({gguf_file})' if gguf_file else ''}: {reason}") from error
+        where = "" if is_folder else " (no folder here, so it was looked for on the hub)"
+        raise ValueError(f"tokenizer {name!r}{f' ({gguf_file})' if gguf_file else ''}{where}: {reason}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer {name!r}: expected a transformers tokenizer, got {type(tokenizer).__name__}")
     return tokenizer

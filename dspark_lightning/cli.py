@@ -7,14 +7,21 @@ from pathlib import Path
 
 import jsonargparse
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 
 # Importing these makes their short names known to the command line.
 import dspark_lightning.callbacks
 import dspark_lightning.datamodules  # noqa: F401
 from dspark_lightning import __version__
-from dspark_lightning.export import check_export_name, export_draft, load_checkpoint_draft, serve_command
+from dspark_lightning.export import (
+    check_export_path,
+    export_draft,
+    load_checkpoint_draft,
+    read_checkpoint,
+    serve_command,
+)
 from dspark_lightning.module import DSparkModule
 
 
@@ -33,27 +40,61 @@ class DSparkCLI(LightningCLI):
         The module compares the two itself and refuses what cannot change.
         """
 
+    def before_fit(self) -> None:
+        """Refuse a checkpoint that cannot be read before anything is loaded."""
+        self._check_checkpoint(required=False)
+
+    def before_validate(self) -> None:
+        """Refuse to measure a draft that was never trained."""
+        self._check_checkpoint(required=True)
+
+    def before_test(self) -> None:
+        """Refuse to measure a draft that was never trained."""
+        self._check_checkpoint(required=True)
+
     def after_fit(self) -> None:
         """Print what was learned, where it is, and how to look at it."""
+        log_dir = self.trainer.log_dir  # agreed upon by all ranks, so all of them have to ask
         if self.trainer.is_global_zero:
-            print(summary(self.trainer))
+            print(summary(self.trainer, log_dir))
+
+    def _check_checkpoint(self, required: bool) -> None:
+        options = self.config[self.config["subcommand"]]
+        ckpt_path = options["ckpt_path"]
+        if ckpt_path is None:
+            if required and self.model.hparams["draft_init"] is None:
+                raise ValueError("ckpt_path is not set: the draft would have random weights; give --ckpt_path")
+        elif ckpt_path not in ("best", "last", "hpc") and not Path(ckpt_path).is_dir():  # a folder is a sharded one
+            read_checkpoint(ckpt_path)
 
 
-def summary(trainer: Trainer) -> str:
+class SaveConfig(SaveConfigCallback):
+    """Saves the configuration beside the logs; without a logger that would be the user's working folder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save, unless there is no logger."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+def summary(trainer: Trainer, log_dir: str | None) -> str:
     """Say in a few lines what a fit reached on the validation rows.
 
     Args:
         trainer: after `fit`.
+        log_dir: of the trainer.
     """
     values = {name.removeprefix("val/"): float(v) for name, v in trainer.callback_metrics.items() if "val/" in name}
     rates = [value for name, value in values.items() if name.startswith("accept_rate@")]
-    lines = [f"Trained {trainer.global_step} steps; logs in {trainer.log_dir}"]
+    lines = [f"Trained {trainer.global_step} steps" + (f"; logs in {log_dir}" if log_dir else "")]
     if "tau" in values:
         lines += [
             f"Held-out rows: {values['tau']:.2f} tokens per target pass (tau), at most {len(rates) + 1}",
             "Acceptance by position in the block: " + " ".join(f"{rate:.2f}" for rate in rates),
         ]
-    return "\n".join([*lines, f"Curves: tensorboard --logdir {trainer.log_dir}"])
+    if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+        lines.append(f"Curves: tensorboard --logdir {log_dir}")
+    return "\n".join(lines)
 
 
 def export(ckpt_path: Path, output: Path) -> None:
@@ -63,7 +104,7 @@ def export(ckpt_path: Path, output: Path) -> None:
         ckpt_path: checkpoint file of a `DSparkModule`.
         output: folder to write; its name must contain "dspark" and not "dflash".
     """
-    check_export_name(output)
+    check_export_path(output)
     draft, target = load_checkpoint_draft(ckpt_path)
     path = export_draft(draft, output)
     print(f"Draft exported to {path}\nNext: {serve_command(path, target, draft.block_size)}")
@@ -74,8 +115,8 @@ TOOLS: dict[str, Callable[..., None]] = {"export": export}
 
 def main(args: ArgsType = None) -> None:
     """Run `dspark SUBCOMMAND ...`; errors in what the user gave end with one line on stderr and exit code 2."""
-    for message in (".*was deprecated in v4.49.0", ".*LeafSpec"):  # Lightning's own calls: nothing for the user to do
-        warnings.filterwarnings("ignore", message=message)
+    for pattern in (".*was deprecated in v4.49.0", ".*LeafSpec"):  # Lightning's own calls: nothing for the user to do
+        warnings.filterwarnings("ignore", message=pattern)
     argv = sys.argv[1:] if args is None else args
     try:
         if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
@@ -119,6 +160,7 @@ def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,
+        save_config_callback=SaveConfig,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={
             "version": __version__,

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
+from dspark_lightning.embedded import embedded_path
 
-_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_FILES = _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -37,21 +38,27 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
         the folder.
 
     Raises:
-        ValueError: a name that engines would misread.
+        ValueError: a name that engines would misread, something else in the folder's place, weights that are not
+            finite, or a place that cannot be written.
     """
-    path = check_export_name(path)
+    path = check_export_path(path)
+    for name, tensor in draft.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"the draft cannot be exported: {name!r} holds NaN or infinite values")
     for warning in engine_warnings(draft):
         warnings.warn(warning, stacklevel=2)
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in draft.state_dict().items()}
     scratch = path.with_name(f".{path.name}.writing")
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     try:
+        scratch.mkdir(parents=True)
         # Tied targets share one tensor between embedding and head; the file must hold both.
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         save_file(copies, scratch / _WEIGHTS, metadata={"format": "pt"})
         (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
         _replace_folder(scratch, path)
+    except OSError as error:
+        raise ValueError(f"cannot write the draft to {str(path)!r}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return path
@@ -59,22 +66,28 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
 
 def serve_command(path: Path, target: str, block_size: int) -> str:
     """The command that serves an exported draft beside its target."""
+    target = str(embedded_path()) if target == "embedded" else target
     speculative = json.dumps({"model": str(path), "num_speculative_tokens": block_size})
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"
 
 
-def check_export_name(path: str | Path) -> Path:
-    """Check that engines will take the folder's name for a DSpark draft.
+def check_export_path(path: str | Path) -> Path:
+    """Check that engines will take the folder's name for a DSpark draft, and that nothing else lies there.
 
     Raises:
-        ValueError: "dspark" missing from the name, or "dflash" in it.
+        ValueError: "dspark" missing from the name, or "dflash" in it; a file, a link, or a folder with other content.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if "dspark" not in path.name.lower() or "dflash" in path.name.lower():
         raise ValueError(
             f"the folder name {path.name!r} must contain 'dspark' and not 'dflash': engines tell the method by it, "
-            f"for example {str(path.with_name('my-dspark'))!r}"
+            f"for example {str(path.parent / 'my-dspark')!r}"
         )
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ValueError(f"{str(path)!r} is a file or a link, must be a folder to write or an earlier export")
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in _FILES) if path.exists() else []
+    if others:
+        raise ValueError(f"{str(path)!r} holds {others[0]!r}, so it is no earlier export and will not be replaced")
     return path
 
 
@@ -154,18 +167,33 @@ def load_checkpoint_draft(ckpt_path: str | Path) -> tuple[DSparkDraft, str]:
     Raises:
         ValueError: the file cannot be read, or was not written by a `DSparkModule`.
     """
-    try:
-        checkpoint = torch.load(ckpt_path, map_location="cpu", weights_only=True, mmap=True)
-        tensors, identity = checkpoint["state_dict"], checkpoint["dspark"]
-        config, target = identity["draft_config"], identity["target"]
-    except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"cannot read a draft from the checkpoint {str(ckpt_path)!r}: {reason}") from error
+    checkpoint = read_checkpoint(ckpt_path)
     prefix = "draft."
-    state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    draft = build_draft_from_config(config)
+    state = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
+    draft = build_draft_from_config(checkpoint["dspark"]["draft_config"])
     _load_strict(draft, state, Path(ckpt_path))
-    return draft.eval(), target
+    return draft.eval(), checkpoint["dspark"]["target"]
+
+
+def read_checkpoint(ckpt_path: str | Path) -> dict[str, Any]:
+    """Open a training checkpoint file, its tensors left on disk.
+
+    Raises:
+        ValueError: the file cannot be read, or was not written by a `DSparkModule`.
+    """
+    try:
+        checkpoint: dict[str, Any] = torch.load(ckpt_path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise ValueError(f"cannot read the checkpoint {str(ckpt_path)!r}: {error.strerror or error}") from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{str(ckpt_path)!r} is not a checkpoint file, or is damaged ({type(error).__name__})"
+        ) from error
+    identity = checkpoint.get("dspark") if isinstance(checkpoint, dict) else None
+    complete = isinstance(identity, dict) and {"target", "target_fingerprint", "draft_config"} <= identity.keys()
+    if not complete or "state_dict" not in checkpoint:
+        raise ValueError(f"the checkpoint {str(ckpt_path)!r} was not written by a DSparkModule")
+    return checkpoint
 
 
 def build_draft_from_config(config: dict[str, Any]) -> DSparkDraft:

@@ -6,8 +6,8 @@ from typing import Any
 _SHAPING_FIELDS = {
     "mask_token_id": "mask_token_id",
     "block_size": "block_size",
+    "num_hidden_layers": "num_draft_layers",  # before the layer ids, whose default follows from it
     "target_layer_ids": "target_layer_ids",
-    "num_hidden_layers": "num_draft_layers",
     "markov_rank": "markov_rank",
     "markov_head_type": "markov_head_type",
     "enable_confidence_head": "confidence_head_alpha",

@@ -9,6 +9,7 @@ Everything is fp32: a probability difference in bf16 puts the gradient off by up
 Shapes: B samples, N anchors, K block size, V vocabulary.
 """
 
+import math
 from typing import Literal, overload
 
 import torch
@@ -68,10 +69,9 @@ def compute_dspark_loss(
         confidence head are absent without one.
 
     Raises:
-        ValueError: gamma is not positive, or l1_loss_alpha without the teacher's logits.
+        ValueError: an argument out of range, or l1_loss_alpha without the teacher's logits.
     """
-    if loss_decay_gamma is not None and loss_decay_gamma <= 0:
-        raise ValueError(f"loss_decay_gamma must be positive or None, got {loss_decay_gamma}")
+    check_loss_arguments(loss_decay_gamma, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
     if l1_loss_alpha and outputs.aligned_target_logits is None:
         raise ValueError(f"l1_loss_alpha {l1_loss_alpha} needs the teacher's logits: pass target_last_hidden_states")
     with torch.autocast(outputs.draft_logits.device.type, enabled=False):
@@ -93,6 +93,26 @@ def compute_dspark_loss(
             if outputs.confidence_pred is not None:
                 terms |= _calibration_sums(outputs.confidence_pred, accept_rate, mask, weight)
         return loss, {name: term.detach() for name, term in terms.items()}
+
+
+def check_loss_arguments(
+    loss_decay_gamma: float | None, ce_loss_alpha: float, l1_loss_alpha: float, confidence_head_alpha: float
+) -> None:
+    """Check the numbers that `compute_dspark_loss` takes.
+
+    Raises:
+        ValueError: gamma is not a positive number, or a weight is negative or not finite.
+    """
+    if loss_decay_gamma is not None and not 0 < loss_decay_gamma < math.inf:
+        raise ValueError(f"loss_decay_gamma must be positive or None, got {loss_decay_gamma}")
+    weights = {
+        "ce_loss_alpha": ce_loss_alpha,
+        "l1_loss_alpha": l1_loss_alpha,
+        "confidence_head_alpha": confidence_head_alpha,
+    }
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"{name} must be 0 or positive, got {weight}")
 
 
 def _slot_decay(outputs: DSparkForwardOutput, gamma: float | None) -> Tensor:

@@ -21,7 +21,7 @@ from dspark_lightning.drafts.config import DraftArgs
 from dspark_lightning.drafts.registry import QWEN3, DraftSpec, resolve_dspark_draft_spec
 from dspark_lightning.export import load_draft_weights
 from dspark_lightning.identity import check_identity
-from dspark_lightning.loss import EPS, compute_dspark_loss
+from dspark_lightning.loss import EPS, check_loss_arguments, compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput
 from dspark_lightning.schedule import warmup_cosine
 from dspark_lightning.target import HFDSparkTargetModel, load_target, load_target_config
@@ -97,6 +97,7 @@ class DSparkModule(LightningModule):
         # Plain data only: a sharded checkpoint could not be read back otherwise.
         self.save_hyperparameters(ignore=["optimizer"])
         self.draft_args = DraftArgs.of({field.name: self.hparams[field.name] for field in fields(DraftArgs)})
+        check_loss_arguments(loss_decay_gamma, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
         for name, value in (("warmup_ratio", warmup_ratio), ("min_lr_ratio", min_lr_ratio)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must lie in 0..1, got {value}")
@@ -114,8 +115,9 @@ class DSparkModule(LightningModule):
         if self._trainer is not None:
             dtype = _DTYPES.get(self.trainer.precision.partition("-")[0], torch.float32)
         hp = self.hparams
-        if hp["gguf_file"] is None:  # an unserved family is refused before gigabytes are read
-            self._resolve_spec(load_target_config(hp["target"], trust_remote_code=hp["trust_remote_code"]))
+        if hp["gguf_file"] is None:  # what cannot work is refused before gigabytes are read
+            config = load_target_config(hp["target"], trust_remote_code=hp["trust_remote_code"])
+            self._resolve_spec(config).build_config(config, self.draft_args)
         return load_target(hp["target"], hp["gguf_file"], dtype, hp["trust_remote_code"])
 
     def configure_model(self) -> None:
@@ -152,9 +154,12 @@ class DSparkModule(LightningModule):
         """Build the optimizer over the trainable parameters and the warmup-cosine schedule.
 
         Raises:
-            ValueError: the number of steps is unknown.
+            ValueError: the number of steps is unknown, or the optimizer refuses its settings.
         """
-        optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
+        try:
+            optimizer = self.optimizer([p for p in self.parameters() if p.requires_grad])
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"the optimizer cannot be built: {error}") from error
         total_steps = self.trainer.estimated_stepping_batches
         if not 0 < total_steps < float("inf"):
             raise ValueError(f"the number of steps is {total_steps}: set trainer.max_steps or trainer.max_epochs")
@@ -239,10 +244,12 @@ class DSparkModule(LightningModule):
             captured.input_ids.shape[1],
             captured.loss_mask,
             self.draft.num_anchors,
-            captured.input_ids.device,
+            "cpu",
             captured.doc_remaining,
             generators,
         )
+        used = max(1, int(keep.sum(dim=-1).max()))  # blocks that are dummies in every row would cost full compute
+        anchors, keep = (x[:, :used].to(captured.input_ids.device) for x in (anchors, keep))
         output: DSparkForwardOutput = self.draft(
             **vars(captured), anchor_positions=anchors, block_keep_mask=keep, attention_mask=batch["attention_mask"]
         )

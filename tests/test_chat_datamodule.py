@@ -139,7 +139,11 @@ def test_row_ids_count_from_the_start_of_the_file(make: Make) -> None:
         ({"batch_size": 9}, ROWS[0], "7 training rows do not fill one global batch of 9"),
         ({"val_fraction": 1e-9}, ROWS[0], "no row is left of .*7 kept for training"),
         ({"tokenizer": "./no/where"}, ROWS[0], "^tokenizer './no/where': no such folder$"),
-        ({"tokenizer": "nobody/nothing"}, ROWS[0], "^tokenizer 'nobody/nothing': "),
+        (
+            {"tokenizer": "nobody/nothing"},
+            ROWS[0],
+            r"^tokenizer 'nobody/nothing' \(no folder here, so it was looked for on the hub\): ",
+        ),
         ({"tokenizer": None}, ROWS[0], "^tokenizer is not set"),
         ({"mask_token_id": None}, ROWS[0], "^mask_token_id is not set and has no default"),
         ({"chat_template": "no.jinja"}, ROWS[0], "^chat_template 'no.jinja': no such file$"),

@@ -38,3 +38,13 @@ def no_network() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", local_connect)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_variables_left() -> Iterator[None]:
+    """Lightning sets the launcher's variables in this process; a later test's own ranks would wait for each other."""
+    before = dict(os.environ)
+    yield
+    for name in ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name in os.environ and name not in before:
+            del os.environ[name]

@@ -27,7 +27,9 @@ def test_a_fit_on_two_ranks_ends_well_and_prints_its_summary_once(tmp_path: Path
     command = [sys.executable, "-m", "dspark_lightning", "fit", "--config", str(CONFIG)]
     command += [f"--{name}={value}" for name, value in OPTIONS.items()]
     environment = os.environ | {"PYTHONPATH": str(CONFIG.parent.parent)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("Trained 3 steps") == 1
     assert (tmp_path / "runs/quickstart/version_0/dspark-draft/model.safetensors").exists()

@@ -119,9 +119,9 @@ class AcceptanceMetrics(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the whole set, before ModelCheckpoint and EarlyStopping look for it."""
         values = self._metrics["val"].compute()
+        _log(pl_module, _named("val", values), sync_dist=True)  # Lightning itself keeps a sanity check out of the logs
         if trainer.sanity_checking:
             return
-        _log(pl_module, _named("val", values), sync_dist=True)
         for logger in _tensorboards(trainer):
             figure = acceptance_figure(values)
             logger.experiment.add_figure("val/acceptance_by_position", figure, global_step=trainer.global_step)

@@ -56,6 +56,8 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         save_file(copies, scratch / _WEIGHTS, metadata={"format": "pt"})
         (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
+        # safetensors keeps the file to its owner; who serves may be another user.
+        (scratch / _WEIGHTS).chmod((scratch / _CONFIG).stat().st_mode)
         _replace_folder(scratch, path)
     except OSError as error:
         raise ValueError(f"cannot write the draft to {str(path)!r}: {error.strerror or error}") from error

@@ -35,6 +35,11 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         export_draft(draft(), tmp_path / "file" / "my-dspark")
 
 
+def test_who_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    folder = export_draft(draft(), tmp_path / "my-dspark")
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+
+
 def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
     broken = draft()
     broken.get_parameter("fc.weight").data[0, 0] = float("nan")

@@ -1,23 +1,70 @@
-"""Which keys a block token sees, and the attention over them.
+"""Which keys a block token sees, and the ways to attend to them.
 
-Keys are laid out as [context (S) ; block tokens (N*K)].
-Shapes: B samples, S context length, N anchors, K block size, Q = N*K queries, D head dim.
+    dense   one mask over all keys of a row: the definition, and the only way with attention dropout
+    split   every block against its stretch of context and itself, see `split_attention.py`; any device
+    flex    FlexAttention with a block mask, see `flex_attention.py`; CUDA
+    auto    flex on CUDA and split elsewhere; dense with dropout
+
+Shapes: B samples, C context length, N anchors a row, K block size, M listed blocks, D head dim.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dspark_lightning.anchors import context_doc_ids
+from dspark_lightning.blocks import Blocks
+from dspark_lightning.flex_attention import FlexBlockAttention
+from dspark_lightning.split_attention import SplitBlockAttention
+
+AttentionKind = Literal["auto", "dense", "split", "flex"]
+"""Ways to compute block attention."""
 
 
 class BlockAttention(Protocol):
-    """Attention of the block tokens over [context ; block tokens], with the visibility already bound."""
+    """Attention of the block tokens over their context and their own block, with the visibility already bound."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float = 0.0) -> Tensor:
-        """Attend with query [B, heads, Q, D] over key and value [B, kv_heads, S+Q, D]; returns [B, heads, Q, D]."""
+    def __call__(
+        self,
+        query: Tensor,  # [M, heads, K, D]
+        key: Tensor,  # [M, kv_heads, K, D]
+        value: Tensor,  # [M, kv_heads, K, Dv]
+        context_key: Tensor,  # [B, kv_heads, C, D]
+        context_value: Tensor,  # [B, kv_heads, C, Dv]
+        *,
+        scale: float,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Returns [M, heads, K, Dv]."""
+
+
+def build_attention(
+    kind: AttentionKind, blocks: Blocks, visibility: Callable[[], Tensor], dropout: bool, device: torch.device
+) -> BlockAttention:
+    """Choose and prepare the attention of one forward pass.
+
+    Args:
+        kind: see the module docstring.
+        blocks: on any device.
+        visibility: makes the dense mask, see `block_visibility`.
+        dropout: whether attention weights will be dropped.
+        device: where the attention runs.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    if kind not in get_args(AttentionKind):
+        raise ValueError(f"attention must be one of {', '.join(get_args(AttentionKind))}, got {kind!r}")
+    if kind == "auto":
+        kind = "dense" if dropout else "flex" if device.type == "cuda" else "split"
+    if kind == "split":
+        return SplitBlockAttention(blocks)
+    if kind == "flex":
+        return FlexBlockAttention(blocks.to(device))
+    return DenseBlockAttention(blocks.to(device), visibility().to(device))
 
 
 def block_visibility(
@@ -34,7 +81,7 @@ def block_visibility(
     its own block. A dummy block sees itself only, so that no row of the softmax is empty.
 
     Returns:
-        bool [B, 1, N*K, S+N*K], True = visible.
+        bool [B, 1, N*K, S+N*K], True = visible; keys are laid out as [context ; block tokens].
     """
     device = anchor_positions.device
     num_anchors = anchor_positions.shape[1]
@@ -44,29 +91,49 @@ def block_visibility(
         doc_ids = context_doc_ids(seq_lens, seq_len, device)
         context = context & (doc_ids.unsqueeze(1) == doc_ids.gather(1, anchor_positions).unsqueeze(-1))
     if attention_mask is not None:
-        context = context & attention_mask.bool().unsqueeze(1)
+        context = context & attention_mask.to(device).bool().unsqueeze(1)
     block_of_token = torch.arange(num_anchors, device=device).repeat_interleave(block_size)
     own_block = block_of_token.unsqueeze(-1) == block_of_token  # [Q, Q]
     context = context.repeat_interleave(block_size, dim=1)
     return torch.cat([context, own_block.expand(context.shape[0], -1, -1)], dim=-1).unsqueeze(1)
 
 
-def dense_block_attention(
-    query: Tensor,  # [B, heads, Q, D]
-    key: Tensor,  # [B, kv_heads, S+Q, D]
-    value: Tensor,  # [B, kv_heads, S+Q, D]
-    *,
-    visible: Tensor,  # bool [B, 1, Q, S+Q]
-    scale: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend through the dense mask. Returns [B, heads, Q, D]."""
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=visible,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+class DenseBlockAttention:
+    """`BlockAttention` through the dense mask: all block tokens of a row against all its keys.
+
+    Args:
+        blocks: on the device of the queries.
+        visible: from `block_visibility`, with C context positions.
+    """
+
+    def __init__(self, blocks: Blocks, visible: Tensor) -> None:
+        self.blocks = blocks
+        self.visible = visible
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context_key: Tensor,
+        context_value: Tensor,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """See `BlockAttention`."""
+        attended = F.scaled_dot_product_attention(
+            self._by_row(query),
+            torch.cat([context_key, self._by_row(key)], dim=2),
+            torch.cat([context_value, self._by_row(value)], dim=2),
+            attn_mask=self.visible,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        num_anchors = self.blocks.grid[1]
+        return self.blocks.gather(attended.unflatten(2, (num_anchors, -1)).transpose(1, 2))
+
+    def _by_row(self, values: Tensor) -> Tensor:
+        """From [M, heads, K, D] to [B, heads, N*K, D]."""
+        return self.blocks.scatter(values).transpose(1, 2).flatten(2, 3)

@@ -10,13 +10,14 @@ Shapes: B samples, N anchors, K block size, V vocabulary.
 """
 
 import math
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspark_lightning.outputs import DSparkForwardOutput
+from dspark_lightning.chunked import Matrices, Objective, chunked_losses
+from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput
 
 EPS = 1e-6
 """Added to the denominator, so that a batch without a supervised slot gives loss 0 and zero gradients."""
@@ -24,7 +25,7 @@ EPS = 1e-6
 
 @overload
 def compute_dspark_loss(
-    outputs: DSparkForwardOutput,
+    outputs: DSparkForwardOutput | DSparkHiddenOutput,
     loss_decay_gamma: float | None,
     ce_loss_alpha: float,
     l1_loss_alpha: float,
@@ -35,7 +36,7 @@ def compute_dspark_loss(
 
 @overload
 def compute_dspark_loss(
-    outputs: DSparkForwardOutput,
+    outputs: DSparkForwardOutput | DSparkHiddenOutput,
     loss_decay_gamma: float | None,
     ce_loss_alpha: float,
     l1_loss_alpha: float,
@@ -45,7 +46,7 @@ def compute_dspark_loss(
 
 
 def compute_dspark_loss(
-    outputs: DSparkForwardOutput,
+    outputs: DSparkForwardOutput | DSparkHiddenOutput,
     loss_decay_gamma: float | None,
     ce_loss_alpha: float,
     l1_loss_alpha: float,
@@ -55,7 +56,8 @@ def compute_dspark_loss(
     """Compute the loss of one batch, and on request the sums behind its metrics.
 
     Args:
-        outputs: of a draft's forward pass.
+        outputs: of a draft's forward pass. From `DSparkHiddenOutput` the vocabulary is projected in chunks, in the
+            precision of the head or of autocast: the same values and gradients in a fraction of the memory.
         loss_decay_gamma: gamma; None weighs all slots alike.
         ce_loss_alpha: weight of the cross entropy.
         l1_loss_alpha: weight of the total variation term; needs the teacher's logits.
@@ -72,26 +74,26 @@ def compute_dspark_loss(
         ValueError: an argument out of range, or l1_loss_alpha without the teacher's logits.
     """
     check_loss_arguments(loss_decay_gamma, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
-    if l1_loss_alpha and outputs.aligned_target_logits is None:
-        raise ValueError(f"l1_loss_alpha {l1_loss_alpha} needs the teacher's logits: pass target_last_hidden_states")
-    with torch.autocast(outputs.draft_logits.device.type, enabled=False):
+    dtype = _product_dtype(outputs)
+    with torch.autocast(outputs.eval_mask.device.type, enabled=False):
         mask = outputs.eval_mask.float()
-        weight = mask * _slot_decay(outputs, loss_decay_gamma)
-        sums = _loss_sums(outputs, weight)
-        accept_rate = sums.pop("accept_rate", None)
-        den = weight.sum() + EPS
-        alphas = {"ce_loss": ce_loss_alpha, "l1_loss": l1_loss_alpha, "confidence_loss": confidence_head_alpha}
-        terms = {name: total / den for name, total in sums.items()}
-        loss = torch.stack([alphas[name] * term for name, term in terms.items()]).sum()
+        weight = mask * _slot_decay(outputs.eval_mask, loss_decay_gamma)
+        if isinstance(outputs, DSparkForwardOutput):
+            losses = _losses_from_logits(outputs, weight, ce_loss_alpha, l1_loss_alpha)
+        else:
+            losses = _losses_from_hidden(outputs, weight, ce_loss_alpha, l1_loss_alpha, dtype)
+        if l1_loss_alpha and losses.tv is None:
+            raise ValueError(
+                f"l1_loss_alpha {l1_loss_alpha} needs the teacher's logits: pass target_last_hidden_states"
+            )
+        sums = _loss_sums(outputs, losses, weight)
+        numerator = losses.objective
+        if "confidence_loss" in sums:
+            numerator = numerator + confidence_head_alpha * sums["confidence_loss"]
+        loss = numerator / (weight.sum() + EPS)
         if not return_terms:
             return loss
-        counts = {"supervised_tokens": mask.sum(), "kept_anchors": outputs.block_keep_mask.sum().float()}
-        terms |= {"loss": loss, "loss_den": weight.sum(), **counts}
-        terms |= {f"{name}_num": total for name, total in sums.items()}
-        if accept_rate is not None:
-            terms |= _acceptance_sums(accept_rate, mask)
-            if outputs.confidence_pred is not None:
-                terms |= _calibration_sums(outputs.confidence_pred, accept_rate, mask, weight)
+        terms = {"loss": loss, **_terms(outputs, losses, sums, weight, mask)}
         return loss, {name: term.detach() for name, term in terms.items()}
 
 
@@ -115,32 +117,105 @@ def check_loss_arguments(
             raise ValueError(f"{name} must be 0 or positive, got {weight}")
 
 
-def _slot_decay(outputs: DSparkForwardOutput, gamma: float | None) -> Tensor:
-    """exp(-k / gamma) for the slots k = 0..K-1, [K]."""
-    slots = torch.arange(outputs.eval_mask.shape[-1], device=outputs.eval_mask.device, dtype=torch.float32)
+def _slot_decay(eval_mask: Tensor, gamma: float | None) -> Tensor:
+    """exp(-k / gamma) for the slots k = 0..K-1 of eval_mask [B, N, K]: [K]."""
+    slots = torch.arange(eval_mask.shape[-1], device=eval_mask.device, dtype=torch.float32)
     return torch.ones_like(slots) if gamma is None else torch.exp(-slots / gamma)
 
 
-def _loss_sums(outputs: DSparkForwardOutput, weight: Tensor) -> dict[str, Tensor]:
-    """Weighted sums of the loss terms, and the acceptance rates [B, N, K] (0 where off) under "accept_rate".
+class _SlotLosses(NamedTuple):
+    """Losses of the n slots that count, in the order of `slots`.
 
-    Only slots that count are read: whatever the others hold, even NaN, reaches neither the loss nor a gradient.
+    Only these slots are read: whatever the others hold, even NaN, reaches neither the loss nor a gradient.
     """
+
+    slots: Tensor  # int64 [n], place among the B*N*K slots
+    objective: Tensor  # scalar sum w (ce_alpha CE + l1_alpha TV), fp32; carries the gradient
+    ce: Tensor  # fp32 [n]
+    tv: Tensor | None  # fp32 [n], None without a teacher
+
+
+def _product_dtype(outputs: DSparkForwardOutput | DSparkHiddenOutput) -> torch.dtype:
+    """Precision in which the caller would have projected to the vocabulary."""
+    if isinstance(outputs, DSparkForwardOutput):
+        return outputs.draft_logits.dtype
+    device = outputs.hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else outputs.head.dtype
+
+
+def _losses_from_logits(outputs: DSparkForwardOutput, weight: Tensor, ce_alpha: float, l1_alpha: float) -> _SlotLosses:
     on = outputs.eval_mask
-    slot_weight = weight[on]  # [n], and so are the terms below
+    slot_weight, slots = weight[on], on.flatten().nonzero().squeeze(-1)
     logits = outputs.draft_logits[on].float()  # [n, V]
     ce = F.cross_entropy(logits, outputs.target_ids[on], reduction="none")
-    sums = {"ce_loss": (slot_weight * ce).sum()}
     if outputs.aligned_target_logits is None:
-        return sums
+        return _SlotLosses(slots, (slot_weight * ce_alpha * ce).sum(), ce.detach(), None)
     teacher = torch.softmax(outputs.aligned_target_logits[on].detach().float(), dim=-1)
-    distance = (torch.softmax(logits, dim=-1) - teacher).abs().sum(dim=-1)
-    accepted = (1 - 0.5 * distance.detach()).clamp(0, 1)
-    sums["l1_loss"] = (slot_weight * distance).sum()
+    tv = (torch.softmax(logits, dim=-1) - teacher).abs().sum(dim=-1)
+    objective = (slot_weight * (ce_alpha * ce + l1_alpha * tv)).sum()
+    return _SlotLosses(slots, objective, ce.detach(), tv.detach())
+
+
+def _losses_from_hidden(
+    outputs: DSparkHiddenOutput, weight: Tensor, ce_alpha: float, l1_alpha: float, dtype: torch.dtype
+) -> _SlotLosses:
+    plan = outputs.plan.to(weight.device)
+    latents = None if outputs.latents is None else outputs.latents.flatten(0, 2)[plan.slots]
+    matrices = Matrices(outputs.hidden.flatten(0, 2)[plan.slots], latents, outputs.head, outputs.markov_w2)
+    teacher = outputs.teacher_hidden
+    objective, ce, tv = chunked_losses(
+        matrices,
+        None if teacher is None else teacher.flatten(0, 1)[plan.teacher_rows],
+        outputs.target_ids.flatten()[plan.slots],
+        plan,
+        Objective(weight.flatten()[plan.slots], ce_alpha, l1_alpha),
+        outputs.softcap,
+        dtype,
+    )
+    return _SlotLosses(plan.slots, objective, ce, tv)
+
+
+def _loss_sums(
+    outputs: DSparkForwardOutput | DSparkHiddenOutput, losses: _SlotLosses, weight: Tensor
+) -> dict[str, Tensor]:
+    """Weighted sums of the loss terms; that of the confidence loss carries a gradient."""
+    slot_weight = weight.flatten()[losses.slots]
+    sums = {"ce_loss": (slot_weight * losses.ce).sum()}
+    if losses.tv is None:
+        return sums
+    sums["l1_loss"] = (slot_weight * losses.tv).sum()
     if outputs.confidence_pred is not None:
-        bce = F.binary_cross_entropy_with_logits(outputs.confidence_pred[on].float(), accepted, reduction="none")
+        confidence = outputs.confidence_pred.flatten()[losses.slots].float()
+        bce = F.binary_cross_entropy_with_logits(confidence, _acceptance(losses.tv), reduction="none")
         sums["confidence_loss"] = (slot_weight * bce).sum()
-    return sums | {"accept_rate": torch.zeros_like(weight).masked_scatter(on, accepted)}
+    return sums
+
+
+def _terms(
+    outputs: DSparkForwardOutput | DSparkHiddenOutput,
+    losses: _SlotLosses,
+    sums: dict[str, Tensor],
+    weight: Tensor,
+    mask: Tensor,
+) -> dict[str, Tensor]:
+    """What `compute_dspark_loss` returns beside the loss."""
+    den = weight.sum()
+    terms = {"loss_den": den, "supervised_tokens": mask.sum(), "kept_anchors": outputs.block_keep_mask.sum().float()}
+    terms |= {name: total / (den + EPS) for name, total in sums.items()}
+    terms |= {f"{name}_num": total for name, total in sums.items()}
+    if losses.tv is None:
+        return terms
+    accept_rate = torch.zeros_like(weight).flatten().index_copy(0, losses.slots, _acceptance(losses.tv))
+    accept_rate = accept_rate.view_as(weight)  # [B, N, K], 0 where off
+    terms |= _acceptance_sums(accept_rate, mask)
+    if outputs.confidence_pred is not None:
+        terms |= _calibration_sums(outputs.confidence_pred, accept_rate, mask, weight)
+    return terms
+
+
+def _acceptance(tv: Tensor) -> Tensor:
+    """1 - TV / 2, the chance that a token drawn from the draft is accepted."""
+    return (1 - 0.5 * tv).clamp(0, 1)
 
 
 def _acceptance_sums(accept_rate: Tensor, mask: Tensor) -> dict[str, Tensor]:

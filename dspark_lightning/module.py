@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
+from dspark_lightning.attention import AttentionKind
 from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
 from dspark_lightning.datamodules.resume import settle_progress
 from dspark_lightning.drafts.base import DSparkDraft
@@ -22,7 +23,7 @@ from dspark_lightning.drafts.registry import QWEN3, DraftSpec, resolve_dspark_dr
 from dspark_lightning.export import load_draft_weights
 from dspark_lightning.identity import check_identity
 from dspark_lightning.loss import EPS, check_loss_arguments, compute_dspark_loss
-from dspark_lightning.outputs import DSparkForwardOutput
+from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.schedule import warmup_cosine
 from dspark_lightning.target import HFDSparkTargetModel, load_target, load_target_config
 
@@ -61,6 +62,9 @@ class DSparkModule(LightningModule):
         min_lr_ratio: fraction of the peak learning rate at the end of the cosine.
         seed: of the draft's initial weights and of the anchors.
         draft_init: folder of an exported draft to start from.
+        attention: auto, dense, split or flex: how block attention is computed; auto takes the fastest for the device.
+        activation_checkpointing: whether the draft's layers are run again in the backward pass instead of being kept.
+        torch_compile: whether the draft's layers are compiled.
         trust_remote_code: whether code that comes with the target may run.
 
     Raises:
@@ -91,6 +95,9 @@ class DSparkModule(LightningModule):
         min_lr_ratio: float = 0.1,
         seed: int = 0,
         draft_init: str | None = None,
+        attention: AttentionKind = "auto",
+        activation_checkpointing: bool = False,
+        torch_compile: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
@@ -136,6 +143,12 @@ class DSparkModule(LightningModule):
         draft.initialize_embeddings_and_head(embed_tokens=self.target.embed_tokens, lm_head=self.target.lm_head)
         if self.hparams["draft_init"] is not None:
             load_draft_weights(draft, self.hparams["draft_init"])
+        draft.attention = self.hparams["attention"]
+        if self.hparams["activation_checkpointing"]:
+            draft.checkpoint_activations()
+        if self.hparams["torch_compile"]:
+            for layer in draft.layers:
+                layer.compile()
         self.draft = draft
 
     def _resolve_spec(self, config: PretrainedConfig) -> DraftSpec:
@@ -216,12 +229,20 @@ class DSparkModule(LightningModule):
                     parameter.grad.mul_(scale.to(parameter.grad.dtype))
         self._window_den = 0.0
 
-    def forward(self, batch: dict[str, Tensor], epoch: int = 0) -> DSparkForwardOutput:
+    def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
+        """Keep what anchors are sampled from on the CPU too, so that no step waits for the accelerator."""
+        del dataloader_idx
+        return {**batch, "on_cpu": _OnCpu(batch)}
+
+    def forward(
+        self, batch: dict[str, Any], epoch: int = 0, output: OutputKind = "logits"
+    ) -> DSparkForwardOutput | DSparkHiddenOutput:
         """Capture the target's features for a batch and draft its blocks.
 
         Args:
             batch: input_ids, attention_mask, loss_mask [B, S] and row_id [B].
             epoch: which draw of anchors; validation uses 0.
+            output: see the draft's `forward`.
 
         Raises:
             ValueError: a key is missing from the batch.
@@ -231,34 +252,37 @@ class DSparkModule(LightningModule):
             raise ValueError(f"the batch has no {missing[0]!r}: a datamodule must give {', '.join(_BATCH_KEYS)}")
         if self.draft is None or self.target is None:
             raise RuntimeError("the draft is not built yet: call configure_model() first, or run through a Trainer")
-        captured = self.target.generate_batch(
-            batch["input_ids"],
-            batch["attention_mask"],
-            batch["loss_mask"],
-            batch.get("position_ids"),
-            batch.get("seq_lens"),
-            batch.get("doc_remaining"),
-        )
-        generators = [row_generator(self.hparams["seed"], epoch, row) for row in batch["row_id"].tolist()]
+        cpu = (batch["on_cpu"] if "on_cpu" in batch else _OnCpu(batch)).tensors
+        generators = [row_generator(self.hparams["seed"], epoch, row) for row in cpu["row_id"].tolist()]
         anchors, keep = sample_anchor_positions(
-            captured.input_ids.shape[1],
-            captured.loss_mask,
+            cpu["loss_mask"].shape[1],
+            cpu["loss_mask"],
             self.draft.num_anchors,
             "cpu",
-            captured.doc_remaining,
+            cpu.get("doc_remaining"),
             generators,
         )
-        used = max(1, int(keep.sum(dim=-1).max()))  # blocks that are dummies in every row would cost full compute
-        anchors, keep = (x[:, :used].to(captured.input_ids.device) for x in (anchors, keep))
-        output: DSparkForwardOutput = self.draft(
-            **vars(captured), anchor_positions=anchors, block_keep_mask=keep, attention_mask=batch["attention_mask"]
+        captured = self.target.generate_batch(
+            batch["input_ids"],
+            None if _is_right_padded(cpu["attention_mask"]) else batch["attention_mask"],
+            cpu["loss_mask"],
+            batch.get("position_ids"),
+            cpu.get("seq_lens"),
+            cpu.get("doc_remaining"),
         )
-        return output
+        drafted: DSparkForwardOutput | DSparkHiddenOutput = self.draft(
+            **vars(captured),
+            anchor_positions=anchors,
+            block_keep_mask=keep,
+            attention_mask=cpu["attention_mask"],
+            output=output,
+        )
+        return drafted
 
-    def _loss(self, batch: dict[str, Tensor], epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, batch: dict[str, Any], epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
         hp = self.hparams
         return compute_dspark_loss(
-            outputs=self(batch, epoch),
+            outputs=self(batch, epoch, output="hidden"),
             loss_decay_gamma=hp["loss_decay_gamma"],
             ce_loss_alpha=hp["ce_loss_alpha"],
             l1_loss_alpha=hp["l1_loss_alpha"],
@@ -292,6 +316,19 @@ class DSparkModule(LightningModule):
             raise ValueError("the checkpoint was not written by a DSparkModule: it has no 'dspark'")
         check_identity(self.identity(), checkpoint["dspark"])
         settle_progress(checkpoint)
+
+
+class _OnCpu:
+    """The small tensors of a batch that are also needed on the CPU. Not a tensor itself: it is not moved along."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        names = ("row_id", "loss_mask", "attention_mask", "seq_lens", "doc_remaining")
+        self.tensors: dict[str, Tensor] = {name: batch[name].cpu() for name in names if name in batch}
+
+
+def _is_right_padded(attention_mask: Tensor) -> bool:
+    """Whether padding [B, S] only follows real tokens; no causal target then sees it, and needs no mask."""
+    return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
 
 
 class Qwen3DSpark(DSparkModule):

@@ -1,11 +1,16 @@
 """What a draft's forward pass hands to the loss.
 
-Shapes: B samples, N anchors (blocks), K block size, V vocabulary.
+Shapes: B samples, S sequence length, N anchors (blocks), K block size, H hidden size, V vocabulary, r Markov rank.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
+
+from dspark_lightning.slots import SlotPlan
+
+OutputKind = Literal["logits", "hidden"]
+"""Forms of a draft's output: `DSparkForwardOutput` or `DSparkHiddenOutput`."""
 
 
 class DSparkForwardOutput(NamedTuple):
@@ -20,3 +25,22 @@ class DSparkForwardOutput(NamedTuple):
     block_keep_mask: Tensor  # [B, N] bool, blocks that stand for a real anchor
     confidence_pred: Tensor | None  # [B, N, K] fp32 logit of "this slot's token will be accepted"
     aligned_target_logits: Tensor | None  # [B, N, K, V], the teacher's logits of the same slots
+
+
+class DSparkHiddenOutput(NamedTuple):
+    """The same before the projection to the vocabulary; `compute_dspark_loss` projects in chunks.
+
+    Draft logits are softcap(hidden @ head.T) + latents @ markov_w2.T, teacher logits softcap(teacher_hidden @ head.T).
+    """
+
+    hidden: Tensor  # [B, N, K, H], normed backbone states
+    latents: Tensor | None  # [B, N, K, r], None without a Markov head
+    teacher_hidden: Tensor | None  # [B, S, H], after the target's final norm; None without a teacher
+    plan: SlotPlan  # which slots are projected, and with which teacher positions
+    head: Tensor  # [V, H], weight of lm_head
+    markov_w2: Tensor | None  # [V, r]
+    softcap: float | None  # logits are softcap * tanh(logits / softcap)
+    target_ids: Tensor  # [B, N, K] int64
+    eval_mask: Tensor  # [B, N, K] bool
+    block_keep_mask: Tensor  # [B, N] bool
+    confidence_pred: Tensor | None  # [B, N, K] fp32

@@ -1,16 +1,16 @@
 """What all drafts share: block input, context, labels, heads, sampling steps, freezing.
 
 A family adds its layers, norms and rotary embedding; see `drafts/qwen3.py`.
-Shapes: B samples, S sequence length, N anchors, K block size, Q = N*K, H hidden size, F feature layers, V vocabulary.
+Shapes: B samples, S sequence length, N anchors, K block size, M kept blocks, C context length, H hidden size,
+F feature layers, V vocabulary.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Self, cast
+from typing import Any, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import (
     block_label_indices,
@@ -19,11 +19,13 @@ from dspark_lightning.anchors import (
     create_position_ids,
     sample_anchor_positions,
 )
-from dspark_lightning.attention import BlockAttention, block_visibility, dense_block_attention
+from dspark_lightning.attention import AttentionKind, BlockAttention, block_visibility, build_attention
+from dspark_lightning.blocks import list_blocks
 from dspark_lightning.decoding.sampling import sample_tokens
 from dspark_lightning.heads import AcceptRatePredictor, build_markov_head
-from dspark_lightning.outputs import DSparkForwardOutput
+from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.rope import repair_rope
+from dspark_lightning.slots import plan_slots
 
 
 class DSparkDraft(nn.Module):
@@ -33,6 +35,10 @@ class DSparkDraft(nn.Module):
     config: PretrainedConfig
     layers: nn.ModuleList
     rotary_emb: nn.Module
+    attention: AttentionKind = "auto"
+    """How block attention is computed; a property of the run, not of the draft, so it is not in the config."""
+    logit_softcap: float | None = None
+    """Logits of the head are logit_softcap * tanh(logits / logit_softcap), before the Markov bias."""
 
     def build_shared_parts(self, config: PretrainedConfig, norm: Callable[[], nn.Module]) -> None:
         """Create the parts outside the decoder layers.
@@ -46,6 +52,7 @@ class DSparkDraft(nn.Module):
         self.mask_token_id: int = config.mask_token_id
         self.num_anchors: int = config.num_anchors
         self.target_layer_ids: list[int] = list(config.target_layer_ids)
+        self.attention_dropout: float = getattr(config, "attention_dropout", 0.0)
         self.enable_confidence_head: bool = config.enable_confidence_head
         self.confidence_head_with_markov: bool = config.confidence_head_with_markov
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
@@ -62,15 +69,17 @@ class DSparkDraft(nn.Module):
 
     def forward_backbone(
         self,
-        hidden: Tensor,  # [B, Q, H]
-        context: Tensor,  # [B, S, H]
-        position_ids: Tensor,  # [B, S+Q]
+        hidden: Tensor,  # [M, K, H]
+        context: Tensor,  # [B, C, H]
+        position_ids: Tensor,  # [M, K]
+        context_position_ids: Tensor,  # [B, C]
         attention: BlockAttention,
     ) -> Tensor:
-        """Run the decoder layers over the block tokens. Returns [B, Q, H], before the final norm."""
-        position_embeddings = self.rotary_emb(hidden, position_ids)
+        """Run the decoder layers over the block tokens. Returns [M, K, H], before the final norm."""
+        rope = self.rotary_emb(hidden, position_ids)
+        context_rope = self.rotary_emb(context, context_position_ids)
         for layer in self.layers:
-            hidden = layer(hidden, context, position_embeddings, attention)
+            hidden = layer(hidden, context, rope, context_rope, attention)
         return hidden
 
     def forward(
@@ -80,13 +89,17 @@ class DSparkDraft(nn.Module):
         loss_mask: Tensor,  # [B, S]
         target_last_hidden_states: Tensor | None = None,  # [B, S, H]
         position_ids: Tensor | None = None,  # [B, S]
-        seq_lens: Tensor | None = None,  # [B, M]
+        seq_lens: Tensor | None = None,  # [B, D]
         doc_remaining: Tensor | None = None,  # [B, S]
         anchor_positions: Tensor | None = None,  # [B, N]
         block_keep_mask: Tensor | None = None,  # [B, N]
         attention_mask: Tensor | None = None,  # [B, S]
-    ) -> DSparkForwardOutput:
+        output: OutputKind = "logits",
+    ) -> DSparkForwardOutput | DSparkHiddenOutput:
         """Draft the block behind every anchor, teacher forced.
+
+        Which blocks and slots count is worked out on the device of `anchor_positions`. Given on the CPU, together with
+        the masks and lengths, nothing on the way waits for an accelerator.
 
         Args:
             input_ids: token ids, nothing shifted.
@@ -99,67 +112,111 @@ class DSparkDraft(nn.Module):
             anchor_positions: given together with block_keep_mask, these replace sampling.
             block_keep_mask: False marks dummy blocks.
             attention_mask: 0 = never visible as context.
+            output: "logits" projects every slot to the vocabulary, "hidden" leaves that to `compute_dspark_loss`.
 
         Raises:
-            ValueError: only one of anchor_positions and block_keep_mask.
+            ValueError: only one of anchor_positions and block_keep_mask, or an unknown output.
         """
-        seq_len = input_ids.shape[1]
+        if output not in get_args(OutputKind):
+            raise ValueError(f"output must be one of {', '.join(get_args(OutputKind))}, got {output!r}")
+        seq_len, device = input_ids.shape[1], input_ids.device
         if (anchor_positions is None) != (block_keep_mask is None):
             raise ValueError("anchor_positions and block_keep_mask must be given together")
         if anchor_positions is None or block_keep_mask is None:
             anchor_positions, block_keep_mask = sample_anchor_positions(
-                seq_len, loss_mask, self.num_anchors, input_ids.device, doc_remaining
+                seq_len, loss_mask, self.num_anchors, loss_mask.device, doc_remaining
             )
-        visible = block_visibility(
-            seq_len, anchor_positions, block_keep_mask, self.block_size, seq_lens, attention_mask
-        )
-        hidden = self._run_blocks(
-            input_ids,
-            target_hidden_states,
-            anchor_positions,
-            block_keep_mask,
-            position_ids,
-            partial(dense_block_attention, visible=visible),
-        )
+        host = anchor_positions.device
+        visible_to = (anchor_positions, block_keep_mask, seq_lens, attention_mask)
+        hidden = self._run_blocks(input_ids, target_hidden_states, position_ids, *visible_to)
         labels, safe_labels = block_label_indices(anchor_positions, self.block_size, seq_len)
-        target_ids = input_ids.gather(1, safe_labels.flatten(1)).view_as(safe_labels)
-        prev_ids = torch.cat([input_ids.gather(1, anchor_positions).unsqueeze(-1), target_ids[..., :-1]], dim=-1)
+        eval_mask = build_eval_mask(
+            seq_len,
+            loss_mask.to(host),
+            labels,
+            safe_labels,
+            block_keep_mask,
+            None if doc_remaining is None else doc_remaining.to(host),
+            anchor_positions,
+        )
+        # The anchor's token, then the labels: slot k follows token k and predicts token k + 1.
+        path = torch.cat([anchor_positions.unsqueeze(-1), safe_labels], dim=-1).to(device, non_blocking=True)
+        tokens = input_ids.gather(1, path.flatten(1)).view_as(path)
+        prev_ids, target_ids = tokens[..., :-1], tokens[..., 1:]
+        teacher_positions = (safe_labels - 1).clamp(min=0)
+        shared: dict[str, Any] = {
+            "target_ids": target_ids,
+            "eval_mask": eval_mask.to(device, non_blocking=True),
+            "block_keep_mask": block_keep_mask.to(device, non_blocking=True),
+            "confidence_pred": self.predict_confidence_step(hidden, prev_ids),
+        }
+        markov = self.markov_head
+        if output == "hidden":
+            return DSparkHiddenOutput(
+                hidden=hidden,
+                latents=None if markov is None else markov.latents(prev_ids, hidden),
+                teacher_hidden=target_last_hidden_states,
+                plan=plan_slots(eval_mask, teacher_positions, seq_len),
+                head=self.lm_head.weight,
+                markov_w2=None if markov is None else markov.markov_w2.weight,
+                softcap=self.logit_softcap,
+                **shared,
+            )
         logits = self.compute_logits(hidden)
-        if self.markov_head is not None:
-            logits = self.markov_head(logits, prev_ids, hidden)
         return DSparkForwardOutput(
-            draft_logits=logits,
-            target_ids=target_ids,
-            eval_mask=build_eval_mask(
-                seq_len, loss_mask, labels, safe_labels, block_keep_mask, doc_remaining, anchor_positions
-            ),
-            block_keep_mask=block_keep_mask,
-            confidence_pred=self.predict_confidence_step(hidden, prev_ids),
-            aligned_target_logits=self._teacher_logits(target_last_hidden_states, (safe_labels - 1).clamp(min=0)),
+            draft_logits=logits if markov is None else markov(logits, prev_ids, hidden),
+            aligned_target_logits=self._teacher_logits(target_last_hidden_states, teacher_positions.to(device)),
+            **shared,
         )
 
     def _run_blocks(
         self,
         input_ids: Tensor,
         target_hidden_states: Tensor,
+        position_ids: Tensor | None,
         anchor_positions: Tensor,
         block_keep_mask: Tensor,
-        position_ids: Tensor | None,
-        attention: BlockAttention,
+        seq_lens: Tensor | None,
+        attention_mask: Tensor | None,
     ) -> Tensor:
-        """From ids and features to normed block states [B, N, K, H]."""
-        batch_size, seq_len = input_ids.shape
+        """From ids and features to normed block states [B, N, K, H], zeros in dummies."""
+        seq_len, device = input_ids.shape[1], input_ids.device
+        host, dtype = anchor_positions.device, self.fc.weight.dtype
+        seq_lens, attention_mask = (None if x is None else x.to(host) for x in (seq_lens, attention_mask))
+        static = device.type == "cuda"  # compiled kernels like shapes that stay
+        listed = list_blocks(seq_len, anchor_positions, block_keep_mask, seq_lens, attention_mask, trim=not static)
+        length = listed.context_length
+        attention = build_attention(
+            self.attention,
+            listed,
+            lambda: block_visibility(
+                length,
+                anchor_positions,
+                block_keep_mask,
+                self.block_size,
+                seq_lens,
+                None if attention_mask is None else attention_mask[:, :length],
+            ),
+            dropout=self.training and self.attention_dropout > 0,
+            device=device,
+        )
+        blocks = listed.to(device)
+        anchor_ids = input_ids[blocks.rows, blocks.anchors].unsqueeze(-1)  # [M, 1], rows of one token each
         noise = create_noise_embed(
-            self.embed_tokens, input_ids, anchor_positions, block_keep_mask, self.mask_token_id, self.block_size
-        ).to(self.fc.weight.dtype)
-        context = self.hidden_norm(self.fc(target_hidden_states.to(self.fc.weight.dtype)))
-        context_positions = position_ids
-        if context_positions is None:
-            context_positions = torch.arange(seq_len, device=input_ids.device).expand(batch_size, -1)
-        block_positions = create_position_ids(anchor_positions, self.block_size, position_ids)
-        all_positions = torch.cat([context_positions, block_positions], dim=-1)
-        hidden: Tensor = self.norm(self.forward_backbone(noise, context, all_positions, attention))
-        return hidden.view(batch_size, -1, self.block_size, hidden.shape[-1])
+            self.embed_tokens,
+            anchor_ids,
+            torch.zeros_like(anchor_ids),
+            blocks.gather(block_keep_mask.to(device)).unsqueeze(-1),
+            self.mask_token_id,
+            self.block_size,
+        ).to(dtype)
+        context = self.hidden_norm(self.fc(target_hidden_states[:, :length].to(dtype)))
+        if position_ids is None:
+            position_ids = torch.arange(seq_len, device=device).expand(input_ids.shape[0], -1)
+        first_positions = position_ids[blocks.rows, blocks.anchors].unsqueeze(-1)
+        positions = create_position_ids(first_positions, self.block_size)
+        hidden = self.forward_backbone(noise, context, positions, position_ids[:, :length], attention)
+        return blocks.scatter(self.norm(hidden))
 
     @torch.no_grad()
     def _teacher_logits(self, last_hidden: Tensor | None, positions: Tensor) -> Tensor | None:
@@ -172,6 +229,8 @@ class DSparkDraft(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Project states [..., H] to logits [..., V], without the Markov bias."""
         logits: Tensor = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
         return logits
 
     def predict_confidence_step(self, hidden: Tensor, prev_token_ids: Tensor | None = None) -> Tensor | None:
@@ -279,6 +338,11 @@ class DSparkDraft(nn.Module):
             if trainable and not module.weight.requires_grad:
                 module.weight = nn.Parameter(module.weight.detach().clone())
             module.weight.requires_grad_(trainable)
+
+    def checkpoint_activations(self) -> None:
+        """Run the decoder layers again in the backward pass instead of keeping what they computed."""
+        model = cast(PreTrainedModel, self)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casting and moving keep RoPE fp32; materialising from the meta device gives it its values back."""

@@ -1,12 +1,11 @@
 """The Qwen3 draft: for Qwen3 (dense, MoE) targets and every Llama-like one.
 
 Grouped-query attention with per-head RMSNorm on queries and keys, half-split RoPE over the whole head, SiLU-gated MLP.
-Shapes: B samples, S context length, Q block tokens, H hidden size, D head dim.
+Shapes: B samples, C context length, M blocks, K block size, H hidden size, D head dim.
 """
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,7 +23,7 @@ from dspark_lightning.drafts.config import DraftArgs, shared_draft_fields
 
 
 class Qwen3DSparkAttention(nn.Module):
-    """Queries from the block tokens; keys and values from [context ; block tokens] with the same projections."""
+    """Queries from the block tokens; keys and values from them and the context, with the same projections."""
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
@@ -43,26 +42,32 @@ class Qwen3DSparkAttention(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,  # [B, Q, H]
-        context: Tensor,  # [B, S, H]
-        position_embeddings: tuple[Tensor, Tensor],  # cos and sin [B, S+Q, D]
+        hidden: Tensor,  # [M, K, H]
+        context: Tensor,  # [B, C, H]
+        rope: tuple[Tensor, Tensor],  # cos and sin [M, K, D]
+        context_rope: tuple[Tensor, Tensor],  # cos and sin [B, C, D]
         attention: BlockAttention,
     ) -> Tensor:
-        """Returns [B, Q, H]."""
-        num_queries = hidden.shape[1]
-        both = torch.cat([context, hidden], dim=1)
-        query = self.q_norm(self._split_heads(self.q_proj(hidden))).transpose(1, 2)
-        key = self.k_norm(self._split_heads(self.k_proj(both))).transpose(1, 2)
-        value = self._split_heads(self.v_proj(both)).transpose(1, 2)
-        cos, sin = (table.unsqueeze(1) for table in position_embeddings)
-        key = key * cos + rotate_half(key) * sin
-        query = query * cos[:, :, -num_queries:] + rotate_half(query) * sin[:, :, -num_queries:]
+        """Returns [M, K, H]."""
+        query = _rotate(self.q_norm(self._split_heads(self.q_proj(hidden))), rope)
+        keys = [
+            _rotate(self.k_norm(self._split_heads(self.k_proj(states))), tables)
+            for states, tables in ((hidden, rope), (context, context_rope))
+        ]
+        values = [self._split_heads(self.v_proj(states)).transpose(1, 2) for states in (hidden, context)]
         dropout = self.dropout if self.training else 0.0
-        attended = attention(query, key, value, scale=self.scale, dropout=dropout)
+        attended = attention(query, keys[0], values[0], keys[1], values[1], scale=self.scale, dropout=dropout)
         return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         return cast(Tensor, projected.unflatten(-1, (-1, self.head_dim)))
+
+
+def _rotate(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE to [X, L, heads, D]. Returns [X, heads, L, D]."""
+    states = states.transpose(1, 2)
+    cos, sin = (table.unsqueeze(1) for table in rope)
+    return cast(Tensor, states * cos + rotate_half(states) * sin)
 
 
 class Qwen3DSparkDecoderLayer(GradientCheckpointingLayer):
@@ -77,13 +82,14 @@ class Qwen3DSparkDecoderLayer(GradientCheckpointingLayer):
 
     def forward(
         self,
-        hidden: Tensor,  # [B, Q, H]
-        context: Tensor,  # [B, S, H]
-        position_embeddings: tuple[Tensor, Tensor],
+        hidden: Tensor,  # [M, K, H]
+        context: Tensor,  # [B, C, H]
+        rope: tuple[Tensor, Tensor],
+        context_rope: tuple[Tensor, Tensor],
         attention: BlockAttention,
     ) -> Tensor:
-        """Returns [B, Q, H]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, position_embeddings, attention)
+        """Returns [M, K, H]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rope, context_rope, attention)
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 

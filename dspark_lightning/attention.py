@@ -54,7 +54,7 @@ def build_attention(
         device: where the attention runs.
 
     Raises:
-        ValueError: an unknown kind.
+        ValueError: an unknown kind, or flex where there is no CUDA.
     """
     if kind not in get_args(AttentionKind):
         raise ValueError(f"attention must be one of {', '.join(get_args(AttentionKind))}, got {kind!r}")
@@ -63,6 +63,8 @@ def build_attention(
     if kind == "split":
         return SplitBlockAttention(blocks)
     if kind == "flex":
+        if device.type != "cuda":
+            raise ValueError(f"attention 'flex' needs CUDA, but the draft is on {device.type}: use 'auto' or 'split'")
         return FlexBlockAttention(blocks.to(device))
     return DenseBlockAttention(blocks.to(device), visibility().to(device))
 

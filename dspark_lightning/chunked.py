@@ -111,6 +111,7 @@ class _ChunkedLosses(torch.autograd.Function):
             tiles.run((slots, positions), logits, teacher_logits, gradients.scale if any(wanted) else None)
             gradients.add(slots, logits, slope)
         ctx.save_for_backward(*gradients.finished())
+        ctx.scale = gradients.scale
         ctx.mark_non_differentiable(tiles.ce, tiles.tv)
         total = objective.ce_alpha * tiles.ce + objective.l1_alpha * tiles.tv
         return (objective.weight * total).sum(), tiles.ce, tiles.tv
@@ -118,7 +119,7 @@ class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        gradients = [None if g is None else g * (grad / ctx.scale) for g in ctx.saved_tensors]
         return *gradients, None, None, None, None, None, None
 
 
@@ -219,10 +220,9 @@ class _Gradients:
             _add_product(head_sum, gradient.t(), hidden[slots])
 
     def finished(self) -> list[Tensor | None]:
-        """The gradients in the dtype of their matrices."""
+        """The gradients times the scale, in the dtype of their matrices."""
         dtype = self.matrices.head.dtype
-        sums = [None if total is None else total.to(dtype) for total in self.sums]
-        return [None if total is None else total.div_(self.scale) for total in sums] if self.scale != 1 else sums
+        return [None if total is None else total.to(dtype) for total in self.sums]
 
 
 _SUM_DTYPES = (None, None, torch.float32, torch.float32)

@@ -29,6 +29,10 @@ class FlexBlockAttention:
 
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
+        # On the CPU, where FlexAttention has no backward pass, it runs uncompiled: for tests only.
+        on_cuda = blocks.rows.device.type == "cuda"
+        self.attend = _compiled(flex_attention) if on_cuda else flex_attention
+        self.build_mask = _compiled(create_block_mask) if on_cuda else create_block_mask
         self._mask: BlockMask | None = None
 
     def __call__(
@@ -49,11 +53,9 @@ class FlexBlockAttention:
         """
         if dropout:
             raise ValueError(f"attention 'flex' has no dropout, got attention_dropout {dropout}: use 'dense'")
-        on_cuda = query.device.type == "cuda"  # elsewhere it runs uncompiled: correct, slow, and with a backward pass
-        attend = _compiled(flex_attention) if on_cuda else flex_attention
         if self._mask is None:  # the same for all layers
-            self._mask = self._block_mask(query.shape[2], on_cuda)
-        attended = attend(
+            self._mask = self._block_mask(query.shape[2])
+        attended = self.attend(
             _sequence(query),
             torch.cat([_sequence(context_key), _sequence(key)], dim=2),
             torch.cat([_sequence(context_value), _sequence(value)], dim=2),
@@ -64,7 +66,7 @@ class FlexBlockAttention:
         blocks = attended.squeeze(0).unflatten(1, (-1, query.shape[2]))  # [heads, M, K, D]
         return cast(Tensor, blocks.transpose(0, 1))
 
-    def _block_mask(self, block_size: int, on_cuda: bool) -> BlockMask:
+    def _block_mask(self, block_size: int) -> BlockMask:
         blocks = self.blocks
         context_tokens = blocks.grid[0] * blocks.context_length
         first = blocks.rows * blocks.context_length + blocks.starts  # [M], in the sequence of all contexts
@@ -81,11 +83,8 @@ class FlexBlockAttention:
             return in_context | own
 
         queries = blocks.rows.shape[0] * block_size
-        build = _compiled(create_block_mask) if on_cuda else create_block_mask
-        return cast(
-            BlockMask,
-            build(visible, None, None, queries, context_tokens + queries, device=blocks.rows.device),
-        )
+        keys = context_tokens + queries
+        return cast(BlockMask, self.build_mask(visible, None, None, queries, keys, device=blocks.rows.device))
 
 
 def _sequence(values: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dspark_lightning.precision import without_autocast
+
 
 class MarkovHead(nn.Module, ABC):
     """Common part of the heads: the previous token's embedding W1 and the projection W2 to the vocabulary."""
@@ -150,5 +152,5 @@ class AcceptRatePredictor(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features [..., input_dim] to logits [...], in fp32 also under autocast."""
-        with torch.autocast(features.device.type, enabled=False):
+        with without_autocast(features.device):
             return F.linear(features.float(), self.proj.weight.float(), self.proj.bias.float()).squeeze(-1)

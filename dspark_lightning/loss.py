@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from dspark_lightning.chunked import Matrices, Objective, chunked_losses
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput
+from dspark_lightning.precision import autocast_dtype, without_autocast
 
 EPS = 1e-6
 """Added to the denominator, so that a batch without a supervised slot gives loss 0 and zero gradients."""
@@ -75,7 +76,7 @@ def compute_dspark_loss(
     """
     check_loss_arguments(loss_decay_gamma, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
     dtype = _product_dtype(outputs)
-    with torch.autocast(outputs.eval_mask.device.type, enabled=False):
+    with without_autocast(outputs.eval_mask.device):
         mask = outputs.eval_mask.float()
         weight = mask * _slot_decay(outputs.eval_mask, loss_decay_gamma)
         if isinstance(outputs, DSparkForwardOutput):
@@ -139,8 +140,7 @@ def _product_dtype(outputs: DSparkForwardOutput | DSparkHiddenOutput) -> torch.d
     """Precision in which the caller would have projected to the vocabulary."""
     if isinstance(outputs, DSparkForwardOutput):
         return outputs.draft_logits.dtype
-    device = outputs.hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else outputs.head.dtype
+    return autocast_dtype(outputs.hidden.device) or outputs.head.dtype
 
 
 def _losses_from_logits(outputs: DSparkForwardOutput, weight: Tensor, ce_alpha: float, l1_alpha: float) -> _SlotLosses:

@@ -262,6 +262,7 @@ class DSparkModule(LightningModule):
             cpu.get("doc_remaining"),
             generators,
         )
+        used = max(1, int(keep.sum(dim=-1).max()))  # places that no row fills would cost the heads full compute
         captured = self.target.generate_batch(
             batch["input_ids"],
             None if _is_right_padded(cpu["attention_mask"]) else batch["attention_mask"],
@@ -272,8 +273,8 @@ class DSparkModule(LightningModule):
         )
         drafted: DSparkForwardOutput | DSparkHiddenOutput = self.draft(
             **vars(captured),
-            anchor_positions=anchors,
-            block_keep_mask=keep,
+            anchor_positions=anchors[:, :used],
+            block_keep_mask=keep[:, :used],
             attention_mask=cpu["attention_mask"],
             output=output,
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dspark_lightning.blocks import Blocks
+from dspark_lightning.precision import without_autocast
 
 MAX_GROUP = 16  # blocks
 MAX_SCORES = 1 << 21  # of a group: 8 MiB, about what stays in cache
@@ -65,7 +66,7 @@ class SplitBlockAttention:
         kv_heads = key.shape[1]
         groups = self._groups(kv_heads, heads // kv_heads * block_size)
         mask = None if self.context_mask is None else self.context_mask.to(query.device)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device):
             tensors = [x.float() for x in (query, key, value, context_key, context_value)]
             tensors[0] = tensors[0].reshape(num_blocks, kv_heads, -1, query.shape[-1])  # [M, kv_heads, R, D]
             attended: Tensor = _SplitAttention.apply(*tensors, mask, groups, scale)  # type: ignore[no-untyped-call]
@@ -81,7 +82,8 @@ class SplitBlockAttention:
             if last is not None and (last.last, last.row, last.start) == (block, row, start):
                 size = len(last.anchors) + 1
                 fits = size <= MAX_GROUP and size * kv_heads * rows_of_block * (anchor - start) <= MAX_SCORES
-                if fits and 0 <= anchor - last.anchors[0] <= max(MIN_SPREAD, (anchor - start) // 4):
+                spread = anchor - last.anchors[0]
+                if fits and anchor >= last.anchors[-1] and spread <= max(MIN_SPREAD, (anchor - start) // 4):
                     last.anchors.append(anchor)
                     groups[-1] = last._replace(last=block + 1)
                     continue
@@ -125,7 +127,7 @@ class _SplitAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, context_key, context_value, mask, out, lse = ctx.saved_tensors
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device):
             delta = (grad * out).sum(dim=-1)  # what the normaliser takes back from every score
             weights = _own_scores(query, key, ctx.scale).sub_(lse.unsqueeze(-1)).exp_()  # [M, kv_heads, R, K]
             grad_value = torch.matmul(weights.transpose(-1, -2), grad)

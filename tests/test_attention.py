@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from dspark_lightning.attention import block_visibility, dense_block_attention
+from dspark_lightning.attention import block_visibility
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
 from dspark_lightning.outputs import DSparkForwardOutput
@@ -52,7 +52,8 @@ def block(output: DSparkForwardOutput, index: int) -> tuple[Tensor, Tensor]:
 
 
 def equal(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
-    return all(torch.allclose(x, y, rtol=0, atol=1e-6) for x, y in zip(a, b, strict=True))
+    """Up to rounding: blocks that are computed together change the order of sums."""
+    return all(torch.allclose(x, y, rtol=1e-6, atol=1e-5) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -75,18 +76,6 @@ def test_visibility_equals_the_definition(packed: bool, masked: bool) -> None:
             expected &= not packed or bool(document[row, key] == document[row, anchor])
             expected &= not masked or bool(real[row, key])
         assert visible[row, 0, query, key] == expected
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_dense_attention_equals_softmax(kv_heads: int) -> None:
-    with seeded(1):
-        query = torch.randn(2, 4, 6, 8)
-        key, value = torch.randn(2, 2, kv_heads, 16, 8)
-    visible = block_visibility(10, torch.tensor([[3, 8, 0]] * 2), torch.tensor([[True, True, False]] * 2), 2)
-    attended = dense_block_attention(query, key, value, visible=visible, scale=0.3)
-    keys, values = (x.double().repeat_interleave(4 // kv_heads, dim=1) for x in (key, value))
-    scores = (query.double() @ keys.transpose(-1, -2) * 0.3).masked_fill(~visible, float("-inf"))
-    assert_close(attended, (scores.softmax(-1) @ values).float(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_block_reads_exactly_the_features_before_its_anchor(draft: DSparkDraft) -> None:

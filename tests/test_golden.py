@@ -17,7 +17,7 @@ from dspark_lightning.anchors import (
     create_noise_embed,
     create_position_ids,
 )
-from dspark_lightning.attention import block_visibility
+from dspark_lightning.attention import AttentionKind, block_visibility
 from dspark_lightning.decoding.sampling import logits_to_probs
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
@@ -138,6 +138,26 @@ def test_parameter_gradients(run: Run) -> None:
     assert trainable.keys() == run.golden.grads.keys()
     for name, parameter in trainable.items():
         assert_gradient(parameter.grad, run.golden.grads[name], name)
+
+
+@pytest.mark.parametrize("attention", ["split", "dense"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_loss_from_hidden_states(name: str, attention: AttentionKind) -> None:
+    """The form that training uses: the same terms and parameter gradients, whatever the attention."""
+    golden = load_case(f"draft/{name}")
+    case, expected = golden.case, golden.expected
+    target_config = getattr(transformers, case["target_config_class"])(**case["target_config"])
+    draft = build_draft_model(target_config, **case["model_args"])
+    draft.load_state_dict(golden.state, strict=True)
+    draft.attention = attention
+    loss, terms = compute_dspark_loss(
+        outputs=draft(**golden.inputs, output="hidden"), **case["loss"], return_terms=True
+    )
+    loss.backward()
+    for term in {"loss", "ce_loss"} if name == LOSS_AND_CE_ONLY else TERMS:
+        assert_close(terms[term].reshape(-1), expected[f"term.{term}"], **VALUES)
+    for parameter, gradient in golden.grads.items():
+        assert_gradient(draft.get_parameter(parameter).grad, gradient, parameter)
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ METHODS = {
     "HFDSparkTargetModel.generate_batch": "input_ids attention_mask loss_mask position_ids seq_lens doc_remaining "
     "multimodal",
     "Qwen3DSparkModel.forward": "input_ids target_hidden_states loss_mask target_last_hidden_states position_ids "
-    "seq_lens doc_remaining anchor_positions block_keep_mask attention_mask",
+    "seq_lens doc_remaining anchor_positions block_keep_mask attention_mask output",
     "Qwen3DSparkModel.initialize_embeddings_and_head": "embed_tokens lm_head freeze",
     "Qwen3DSparkModel.predict_confidence_step": "hidden prev_token_ids",
     "Qwen3DSparkModel.sample_draft_tokens": "base_logits first_prev_token_ids temperature hidden_states generator",

@@ -5,12 +5,15 @@ Shapes: B samples, S sequence length, N anchors, K block size, M kept blocks, C 
 F feature layers, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dspark_lightning.anchors import (
     block_label_indices,
@@ -33,7 +36,7 @@ class DSparkDraft(nn.Module):
 
     config_class: type[PretrainedConfig]
     config: PretrainedConfig
-    layers: nn.ModuleList
+    layers: nn.ModuleList  # of `GradientCheckpointingLayer`
     rotary_emb: nn.Module
     attention: AttentionKind = "auto"
     """How block attention is computed; a property of the run, not of the draft, so it is not in the config."""
@@ -341,8 +344,9 @@ class DSparkDraft(nn.Module):
 
     def checkpoint_activations(self) -> None:
         """Run the decoder layers again in the backward pass instead of keeping what they computed."""
-        model = cast(PreTrainedModel, self)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for layer in cast(Iterable[GradientCheckpointingLayer], self.layers):
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casting and moving keep RoPE fp32; materialising from the meta device gives it its values back."""

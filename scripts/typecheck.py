@@ -1,4 +1,4 @@
-"""Run mypy --strict over the package as it is installed, and over the scripts.
+"""Run mypy --strict over the package as it is installed, the benchmarks and the scripts.
 
 mypy knows neither setuptools' package-dir nor `__path__`: pointed at the checkout it does not find callbacks/ and
 datamodules/, or skips them in silence. So it reads a scratch tree of links laid out like the wheel.
@@ -33,10 +33,11 @@ def main() -> int:
     """
     with tempfile.TemporaryDirectory() as scratch:
         link_installed_layout(Path(scratch))
-        (Path(scratch) / "scripts").symlink_to(ROOT / "scripts")
+        for folder in ("benchmarks", "scripts"):
+            (Path(scratch) / folder).symlink_to(ROOT / folder)
         options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
         return subprocess.run(
-            [sys.executable, "-m", "mypy", *options, "dspark_lightning", "scripts"], cwd=scratch, check=False
+            [sys.executable, "-m", "mypy", *options, "dspark_lightning", "benchmarks", "scripts"], cwd=scratch, check=False
         ).returncode
 
 

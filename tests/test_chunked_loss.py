@@ -42,7 +42,9 @@ class Problem:
                 shapes |= {"latents": (B, N, K, self.rank), "markov_w2": (V, self.rank)}
             if self.confidence:
                 shapes["confidence"] = (B, N, K)
-            self.leaves = {name: torch.randn(shape).to(self.dtype).requires_grad_() for name, shape in shapes.items()}
+            self.leaves = {
+                name: (0.6 * torch.randn(shape)).to(self.dtype).requires_grad_() for name, shape in shapes.items()
+            }
             self.leaves["head"].requires_grad_(self.trainable_head)
             self.teacher_hidden = (torch.randn(B, S, H) * 1.5).to(self.dtype)
             anchors = torch.rand(B, S - 1).argsort(-1)[:, :N].sort(-1).values
@@ -118,7 +120,7 @@ def test_same_as_from_logits(rank: int, softcap: float | None, trainable_head: b
 
 
 @pytest.mark.usefixtures("pieces")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     share=st.floats(0, 1),
@@ -274,7 +276,7 @@ def test_only_counted_slots_and_distinct_positions_are_projected(monkeypatch: py
     assert again == 0 or largest > chunked.CHUNK_SLOTS["cpu"]  # only a position that fills several chunks is repeated
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 10), st.integers(1, 4))
 def test_cuts_cover_every_slot_once(counts: list[int], size: int, smaller: int) -> None:
     positions = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)).view(1, 1, -1)

@@ -233,3 +233,19 @@ def test_a_module_is_what_it_was(tmp_path: Path) -> None:
         module.configure_model()
     assert dense.identity() == auto.identity()
     assert isinstance(dense, DSparkModule)
+
+
+def test_one_reduction_for_all_denominators(tmp_path: Path) -> None:
+    """The three losses share one denominator: summed over ranks once per optimizer step, not per micro-batch or term."""
+    run = trainer(tmp_path, accumulate_grad_batches=2)
+    reduced = []
+    original = run.strategy.reduce
+
+    def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("reduce_op") == "sum":  # Lightning itself agrees on when to stop
+            reduced.append(tensor.shape)
+        return original(tensor, *args, **kwargs)
+
+    run.strategy.reduce = reduce  # type: ignore[method-assign]
+    run.fit(TinyDSpark(**ARGS), DataLoader(rows(), batch_size=2))
+    assert run.global_step == 2 and reduced == [torch.Size([])] * 2

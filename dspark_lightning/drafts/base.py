@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dspark_lightning.anchors import (
     block_label_indices,
@@ -344,7 +343,7 @@ class DSparkDraft(nn.Module):
 
     def checkpoint_activations(self) -> None:
         """Run the decoder layers again in the backward pass instead of keeping what they computed."""
-        for layer in cast(Iterable[GradientCheckpointingLayer], self.layers):
+        for layer in cast(Iterable[Any], self.layers):
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 

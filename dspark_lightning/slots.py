@@ -25,12 +25,15 @@ class SlotPlan:
         names = ("slots", "teacher_rows", "teacher_of_slot")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
-    def cut(self, size: int, within: tuple[slice, slice] | None = None) -> list[tuple[slice, slice]]:
+    def cut(
+        self, size: int, within: tuple[slice, slice] | None = None, count_teachers: bool = False
+    ) -> list[tuple[slice, slice]]:
         """Cut the slots into pieces of at most `size`, between teacher positions.
 
         Args:
-            size: slots of a piece. A position with more slots than that is part of several pieces.
+            size: slots of a piece, at least 2. A position with more slots than that is part of several pieces.
             within: a piece to cut further; None cuts the whole plan.
+            count_teachers: whether a piece's teacher positions count towards its size too.
 
         Returns:
             for every piece the range of its slots and the range of its teacher positions.
@@ -42,12 +45,15 @@ class SlotPlan:
         pieces = []
         while slot < end:
             first_slot, first_teacher = slot, teacher
-            while slot < end and min(self.group_ends[teacher], end) - first_slot <= size:
-                slot = min(self.group_ends[teacher], end)
-                teacher += 1
+            while slot < end:
+                group_end = min(self.group_ends[teacher], end)
+                teachers = teacher + 1 - first_teacher if count_teachers else 0
+                if group_end - first_slot + teachers > size:
+                    break
+                slot, teacher = group_end, teacher + 1
             last_teacher = teacher
             if slot == first_slot:
-                slot, last_teacher = first_slot + size, teacher + 1
+                slot, last_teacher = first_slot + size - count_teachers, teacher + 1
             pieces.append((slice(first_slot, slot), slice(first_teacher, last_teacher)))
         return pieces
 

@@ -18,7 +18,7 @@ from dspark_lightning.blocks import Blocks
 from dspark_lightning.precision import without_autocast
 
 MAX_GROUP = 16  # blocks
-MAX_SCORES = 1 << 21  # of a group: 8 MiB, about what stays in cache
+MAX_SCORES = 3 << 17  # of a group: 1.5 MiB, about what stays in cache
 MIN_SPREAD = 32  # tokens between the anchors of a group that are always allowed
 
 

@@ -36,9 +36,8 @@ def main() -> int:
         for folder in ("benchmarks", "scripts"):
             (Path(scratch) / folder).symlink_to(ROOT / folder)
         options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
-        return subprocess.run(
-            [sys.executable, "-m", "mypy", *options, "dspark_lightning", "benchmarks", "scripts"], cwd=scratch, check=False
-        ).returncode
+        command = [sys.executable, "-m", "mypy", *options, "dspark_lightning", "benchmarks", "scripts"]
+        return subprocess.run(command, cwd=scratch, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """How the slots are cut; 3 slots are fewer than one teacher position can have."""
     if request.param != "one tile":
         monkeypatch.setitem(chunked.TILE_BYTES, "cpu", 2 * 4 * V)
-        monkeypatch.setitem(chunked.CHUNK_SLOTS, "cpu", 3 if request.param == "tiny chunks" else 9)
+        monkeypatch.setitem(chunked.CHUNK_ROWS, "cpu", 3 if request.param == "tiny chunks" else 9)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -236,7 +236,7 @@ def test_without_gradients_only_the_values_are_computed(monkeypatch: pytest.Monk
     forward_only = len(products)
     products.clear()
     assert_close(compute_dspark_loss(Problem().hidden(), **ALPHAS).detach(), loss)
-    assert forward_only == 3 and len(products) == 6  # draft, Markov, teacher; and the gradients of three matrices
+    assert forward_only == 2 and len(products) == 5  # logits, Markov bias; and the gradients of three matrices
 
 
 def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -265,15 +265,13 @@ def test_only_counted_slots_and_distinct_positions_are_projected(monkeypatch: py
     rows = count_products(monkeypatch)
     with torch.no_grad():
         compute_dspark_loss(problem.hidden(), **ALPHAS)
-    pieces = plan.cut(chunked.CHUNK_SLOTS["cpu"])
-    assert rows == [
-        x for slots, positions in pieces for x in (slots.stop - slots.start, positions.stop - positions.start)
-    ]
-    assert sum(rows[::2]) == len(plan.slots)
+    pieces = plan.cut(chunked.CHUNK_ROWS["cpu"], count_teachers=True)
+    assert rows == [slots.stop - slots.start + positions.stop - positions.start for slots, positions in pieces]
+    assert max(rows) <= chunked.CHUNK_ROWS["cpu"]
     again = sum(positions.start == before.stop - 1 for (_, before), (_, positions) in pairwise(pieces))
-    assert sum(rows[1::2]) == len(plan.teacher_rows) + again
+    assert sum(rows) == len(plan.slots) + len(plan.teacher_rows) + again
     largest = max(torch.unique_consecutive(plan.teacher_of_slot, return_counts=True)[1]).item()
-    assert again == 0 or largest > chunked.CHUNK_SLOTS["cpu"]  # only a position that fills several chunks is repeated
+    assert again == 0 or largest + 1 > chunked.CHUNK_ROWS["cpu"]  # only a position that fills several chunks
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

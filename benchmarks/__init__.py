@@ -1,0 +1,1 @@
+"""Benchmarks of the training step against a plainly written dense one; see README.md."""

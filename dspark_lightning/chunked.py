@@ -183,6 +183,8 @@ class _Tiles:
                 torch.index_select(spare, 0, self.plan.teacher_of_slot[slots] - positions.start, out=difference)
                 torch.sub(probs, difference, out=difference)
                 torch.sum(torch.abs(difference, out=spare), dim=-1, out=self.tv[slots])
+                if scale is None:
+                    continue
                 sign, tv_weight = difference.sign_(), self.tv_weight[slots].unsqueeze(-1)
                 factor = factor - tv_weight * torch.linalg.vecdot(probs, sign).unsqueeze(-1)
                 gradient = sign.mul_(tv_weight).add_(factor).mul_(probs)

@@ -1,0 +1,44 @@
+"""The benchmarks run, and stop when the two sides they compare do not compute the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    what = ["-c", code] if code else ["-m", *arguments]
+    return subprocess.run([sys.executable, *what], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_the_step_is_compared_with_the_dense_baseline(tmp_path: Path) -> None:
+    """Loss and all gradients are held against the baseline, which shares no code with the draft's fast paths."""
+    done = run("benchmarks.step", "--sizes", "tiny", "--repeats", "1", "--json", str(tmp_path / "step.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "step.json").read_text())["results"]
+    assert [result["part"] for result in results] == ["loss", "step"]
+    assert all(seconds > 0 for result in results for runs in result["seconds"].values() for seconds in runs)
+
+
+def test_the_attention_is_compared_with_the_dense_mask() -> None:
+    done = run("benchmarks.attention", "--points", "tiny", "--repeats", "1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        ("chunked.FLOAT16_SCALE = 1.0; chunked._add_product = lambda *_: None", "differs by"),
+        ("split_attention.MIN_SPREAD = 9; split_attention._hide = lambda *_: None", "differs by"),
+    ],
+)
+def test_a_wrong_result_is_not_timed(planted: str, message: str) -> None:
+    done = run(
+        code="import sys; from dspark_lightning import chunked, split_attention; from benchmarks import step; "
+        f"{planted}; sys.argv = ['step', '--sizes', 'tiny', '--repeats', '1']; step.main()"
+    )
+    assert done.returncode != 0 and message in done.stderr

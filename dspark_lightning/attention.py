@@ -56,17 +56,26 @@ def build_attention(
     Raises:
         ValueError: an unknown kind, or flex where there is no CUDA.
     """
-    if kind not in get_args(AttentionKind):
-        raise ValueError(f"attention must be one of {', '.join(get_args(AttentionKind))}, got {kind!r}")
+    check_attention(kind, device)
     if kind == "auto":
         kind = "dense" if dropout else "flex" if device.type == "cuda" else "split"
     if kind == "split":
         return SplitBlockAttention(blocks)
     if kind == "flex":
-        if device.type != "cuda":
-            raise ValueError(f"attention 'flex' needs CUDA, but the draft is on {device.type}: use 'auto' or 'split'")
         return FlexBlockAttention(blocks.to(device))
     return DenseBlockAttention(blocks.to(device), visibility().to(device))
+
+
+def check_attention(kind: str, device: torch.device) -> None:
+    """Check that a way to attend exists and works on a device.
+
+    Raises:
+        ValueError: an unknown kind, or flex where there is no CUDA.
+    """
+    if kind not in get_args(AttentionKind):
+        raise ValueError(f"attention must be one of {', '.join(get_args(AttentionKind))}, got {kind!r}")
+    if kind == "flex" and device.type != "cuda":
+        raise ValueError(f"attention 'flex' needs CUDA, but the draft is on {device.type}: use 'auto' or 'split'")
 
 
 def block_visibility(

@@ -113,8 +113,8 @@ class _ChunkedLosses(torch.autograd.Function):
             scale = gradients.scale if any(wanted) else None
             tiles.run((slots, positions), logits, None if teacher is None else teacher_logits, scale)
             gradients.add(slots, logits, slope)
-        ctx.save_for_backward(*gradients.finished())
-        ctx.scale = gradients.scale
+        ctx.save_for_backward(*gradients.sums)
+        ctx.scale, ctx.dtype = gradients.scale, head.dtype
         ctx.mark_non_differentiable(tiles.ce, tiles.tv)
         total = objective.ce_alpha * tiles.ce + objective.l1_alpha * tiles.tv
         return (objective.weight * total).sum(), tiles.ce, tiles.tv
@@ -122,7 +122,8 @@ class _ChunkedLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = [None if g is None else g * (grad / ctx.scale) for g in ctx.saved_tensors]
+        # Cast last: a sum over all slots may not fit float16 before it is normalised.
+        gradients = [None if g is None else (g * (grad / ctx.scale)).to(ctx.dtype) for g in ctx.saved_tensors]
         return *gradients, None, None, None, None, None, None
 
 
@@ -204,7 +205,7 @@ class _Tiles:
 
 
 class _Gradients:
-    """Sums of what the chunks' logit gradients give for the matrices that want one.
+    """Sums of what the chunks' logit gradients, times the scale, give for the matrices that want one.
 
     Args:
         matrices: the factors of the logits, all of one dtype.
@@ -234,11 +235,6 @@ class _Gradients:
             torch.mm(gradient, head, out=hidden_sum[slots])
         if head_sum is not None:
             _add_product(head_sum, gradient.t(), hidden[slots])
-
-    def finished(self) -> list[Tensor | None]:
-        """The gradients times the scale, in the dtype of their matrices."""
-        dtype = self.matrices.head.dtype
-        return [None if total is None else total.to(dtype) for total in self.sums]
 
 
 _SUM_DTYPES = (None, None, torch.float32, torch.float32)

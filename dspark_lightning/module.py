@@ -1,5 +1,6 @@
 """The LightningModule: one frozen target and the draft that learns to speak for it."""
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any, ClassVar, cast
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
-from dspark_lightning.attention import AttentionKind
+from dspark_lightning.attention import AttentionKind, check_attention
 from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
 from dspark_lightning.datamodules.resume import settle_progress
 from dspark_lightning.drafts.base import DSparkDraft
@@ -26,6 +27,9 @@ from dspark_lightning.loss import EPS, check_loss_arguments, compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.schedule import warmup_cosine
 from dspark_lightning.target import HFDSparkTargetModel, load_target, load_target_config
+
+# Lightning finds the hook below worth a warning wherever a datamodule is used; nothing is wrong with that.
+warnings.filterwarnings("ignore", message=r".*overridden `on_before_batch_transfer` in `LightningModule`")
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 _BATCH_KEYS = ("input_ids", "attention_mask", "loss_mask", "row_id")
@@ -131,11 +135,12 @@ class DSparkModule(LightningModule):
         """Build target and draft, once; Lightning calls this before every entry point."""
         if self.draft is not None:
             return
+        device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
+        check_attention(self.hparams["attention"], device)  # before gigabytes are read
         model = self.load_target()
         spec = self._resolve_spec(model.config)
         config = spec.build_config(model.config, self.draft_args)
-        if self._trainer is not None:
-            cast(nn.Module, model).to(self.trainer.strategy.root_device)
+        cast(nn.Module, model).to(device)
         self.target = HFDSparkTargetModel(model, config.target_layer_ids)
         with torch.random.fork_rng():  # the initial weights follow from `seed` alone, on every rank
             torch.manual_seed(self.hparams["seed"])

@@ -229,6 +229,43 @@ def test_autocast_decides_the_products() -> None:
     assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
 
 
+def test_a_sum_that_float16_cannot_hold_is_normalised_first() -> None:
+    """2000 slots pull at one entry; times the scale that is 128000, beyond float16, but over the slots it is 1."""
+    count = 2000
+    one = torch.ones(1, count, 1, 1)
+    output = DSparkHiddenOutput(
+        hidden=torch.zeros(1, count, 1, H, dtype=torch.float16),
+        latents=one.half().requires_grad_(),
+        teacher_hidden=None,
+        plan=plan_slots(one[..., 0] > 0, torch.zeros(1, count, 1, dtype=torch.int64), S),
+        head=torch.zeros(V, H, dtype=torch.float16),
+        markov_w2=torch.zeros(V, 1, dtype=torch.float16).requires_grad_(),
+        softcap=None,
+        target_ids=torch.full((1, count, 1), 3),
+        eval_mask=one[..., 0] > 0,
+        block_keep_mask=one[..., 0, 0] > 0,
+        confidence_pred=None,
+    )
+    compute_dspark_loss(output, **ALPHAS | {"ce_loss_alpha": 1.0, "l1_loss_alpha": 0.0}).backward()
+    expected = torch.full((V, 1), 1 / V)
+    expected[3] -= 1  # the mean over slots of p - onehot
+    assert_close(output.markov_w2.grad.float(), expected, rtol=2e-3, atol=2e-4)
+
+
+def test_autocast_rounds_every_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[torch.dtype] = set()
+    mm = torch.mm
+
+    def watching_mm(left: Tensor, right: Tensor, **kwargs: Any) -> Tensor:
+        seen.update((left.dtype, right.dtype))
+        return mm(left, right, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", watching_mm)
+    with torch.autocast("cpu", torch.bfloat16):
+        compute_dspark_loss(Problem().hidden(), **ALPHAS).backward()
+    assert seen == {torch.bfloat16}
+
+
 def test_without_gradients_only_the_values_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     products = count_products(monkeypatch)
     with torch.no_grad():

@@ -192,10 +192,27 @@ def test_a_compiled_draft_trains_the_same(tmp_path: Path) -> None:
 
 
 def test_attention_must_be_known() -> None:
-    module = TinyDSpark(**ARGS, attention="fast")
-    module.configure_model()
     with pytest.raises(ValueError, match="attention must be one of auto, dense, split, flex, got 'fast'"):
-        module(next(iter(DataLoader(rows(), batch_size=2))))
+        TinyDSpark(**ARGS, attention="fast").configure_model()
+    with pytest.raises(ValueError, match="attention 'flex' needs CUDA, but the draft is on cpu"):
+        TinyDSpark(**ARGS, attention="flex").configure_model()
+
+
+def test_anchors_must_lie_in_the_row() -> None:
+    given = inputs()
+    given["anchor_positions"] = torch.tensor([[4, 9, 20], [6, 13, S]])
+    with pytest.raises(ValueError, match=r"anchor_positions must lie in 0\.\.23, got 24"):
+        make_draft()(**given)
+
+
+def test_the_row_with_most_anchors_decides_how_many_are_kept() -> None:
+    module = TinyDSpark(**ARGS | {"num_anchors": 500})
+    module.configure_model()
+    kept = [
+        module(next(iter(DataLoader(order, batch_size=8)))).block_keep_mask.sum(-1).tolist()
+        for order in (rows(), rows()[::-1])
+    ]
+    assert kept[0] == kept[1][::-1] == [20, 18, 16, 14, 12, 10, 8, 6]
 
 
 def test_output_must_be_known() -> None:

@@ -128,7 +128,13 @@ class DSparkDraft(nn.Module):
             anchor_positions, block_keep_mask = sample_anchor_positions(
                 seq_len, loss_mask, self.num_anchors, loss_mask.device, doc_remaining
             )
-        host = anchor_positions.device
+        host, block_keep_mask = anchor_positions.device, block_keep_mask.bool()
+        if (
+            host.type == "cpu"
+            and anchor_positions.numel()
+            and not 0 <= anchor_positions.min() <= anchor_positions.max() < seq_len
+        ):
+            raise ValueError(f"anchor_positions must lie in 0..{seq_len - 1}, got {anchor_positions.max().item()}")
         visible_to = (anchor_positions, block_keep_mask, seq_lens, attention_mask)
         hidden = self._run_blocks(input_ids, target_hidden_states, position_ids, *visible_to)
         labels, safe_labels = block_label_indices(anchor_positions, self.block_size, seq_len)

@@ -6,6 +6,7 @@ Shapes: B samples, S sequence length, N anchors a row, K block size, M listed bl
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,10 @@ class Blocks:
 
     def to(self, device: torch.device) -> "Blocks":
         """The same blocks on another device; a copy from the CPU is not waited for."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("index", "rows", "starts")}
-        mask = None if self.context_mask is None else self.context_mask.to(device, non_blocking=True)
-        return replace(self, **moved, anchors=self.anchors.to(device, non_blocking=True), context_mask=mask)
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
     def scatter(self, values: Tensor) -> Tensor:
         """Put values [M, ...], on the device of the blocks, in their places [B, N, ...]; zeros elsewhere."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dspark_lightning.chunked import Matrices, Objective, chunked_losses
+from dspark_lightning.chunked_loss import Matrices, Objective, chunked_losses
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput
 from dspark_lightning.precision import autocast_dtype, without_autocast
 
@@ -75,14 +75,14 @@ def compute_dspark_loss(
         ValueError: an argument out of range, or l1_loss_alpha without the teacher's logits.
     """
     check_loss_arguments(loss_decay_gamma, ce_loss_alpha, l1_loss_alpha, confidence_head_alpha)
-    dtype = _product_dtype(outputs)
+    autocast = autocast_dtype(outputs.eval_mask.device)  # what the caller would have projected in
     with without_autocast(outputs.eval_mask.device):
         mask = outputs.eval_mask.float()
         weight = mask * _slot_decay(outputs.eval_mask, loss_decay_gamma)
         if isinstance(outputs, DSparkForwardOutput):
             losses = _losses_from_logits(outputs, weight, ce_loss_alpha, l1_loss_alpha)
         else:
-            losses = _losses_from_hidden(outputs, weight, ce_loss_alpha, l1_loss_alpha, dtype)
+            losses = _losses_from_hidden(outputs, weight, ce_loss_alpha, l1_loss_alpha, autocast)
         if l1_loss_alpha and losses.tv is None:
             raise ValueError(
                 f"l1_loss_alpha {l1_loss_alpha} needs the teacher's logits: pass target_last_hidden_states"
@@ -136,13 +136,6 @@ class _SlotLosses(NamedTuple):
     tv: Tensor | None  # fp32 [n], None without a teacher
 
 
-def _product_dtype(outputs: DSparkForwardOutput | DSparkHiddenOutput) -> torch.dtype:
-    """Precision in which the caller would have projected to the vocabulary."""
-    if isinstance(outputs, DSparkForwardOutput):
-        return outputs.draft_logits.dtype
-    return autocast_dtype(outputs.hidden.device) or outputs.head.dtype
-
-
 def _losses_from_logits(outputs: DSparkForwardOutput, weight: Tensor, ce_alpha: float, l1_alpha: float) -> _SlotLosses:
     on = outputs.eval_mask
     slot_weight, slots = weight[on], on.flatten().nonzero().squeeze(-1)
@@ -157,7 +150,7 @@ def _losses_from_logits(outputs: DSparkForwardOutput, weight: Tensor, ce_alpha: 
 
 
 def _losses_from_hidden(
-    outputs: DSparkHiddenOutput, weight: Tensor, ce_alpha: float, l1_alpha: float, dtype: torch.dtype
+    outputs: DSparkHiddenOutput, weight: Tensor, ce_alpha: float, l1_alpha: float, autocast: torch.dtype | None
 ) -> _SlotLosses:
     plan = outputs.plan.to(weight.device)
     latents = None if outputs.latents is None else outputs.latents.flatten(0, 2)[plan.slots]
@@ -170,7 +163,7 @@ def _losses_from_hidden(
         plan,
         Objective(weight.flatten()[plan.slots], ce_alpha, l1_alpha),
         outputs.softcap,
-        dtype,
+        autocast or outputs.head.dtype,
     )
     return _SlotLosses(plan.slots, objective, ce, tv)
 

@@ -42,6 +42,7 @@ class SplitBlockAttention:
     def __init__(self, blocks: Blocks) -> None:
         self.rows, self.starts, self.anchors = (x.tolist() for x in (blocks.rows, blocks.starts, blocks.anchors))
         self.context_mask = blocks.context_mask
+        self._grouping: list[_Group] | None = None  # the same for all layers
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -64,12 +65,13 @@ class SplitBlockAttention:
             raise ValueError(f"attention 'split' has no dropout, got attention_dropout {dropout}: use 'dense'")
         num_blocks, heads, block_size, _ = query.shape
         kv_heads = key.shape[1]
-        groups = self._groups(kv_heads, heads // kv_heads * block_size)
+        if self._grouping is None:
+            self._grouping = self._groups(kv_heads, heads // kv_heads * block_size)
         mask = None if self.context_mask is None else self.context_mask.to(query.device)
         with without_autocast(query.device):
             tensors = [x.float() for x in (query, key, value, context_key, context_value)]
             tensors[0] = tensors[0].reshape(num_blocks, kv_heads, -1, query.shape[-1])  # [M, kv_heads, R, D]
-            attended: Tensor = _SplitAttention.apply(*tensors, mask, groups, scale)  # type: ignore[no-untyped-call]
+            attended: Tensor = _SplitAttention.apply(*tensors, mask, self._grouping, scale)  # type: ignore[no-untyped-call]
         return attended.view(num_blocks, heads, block_size, -1).to(query.dtype)
 
     def _groups(self, kv_heads: int, rows_of_block: int) -> list[_Group]:

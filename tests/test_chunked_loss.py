@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-import dspark_lightning.chunked as chunked
+import dspark_lightning.chunked_loss as chunked
 from dspark_lightning import compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput
 from dspark_lightning.slots import plan_slots

@@ -201,7 +201,7 @@ def test_attention_must_be_known() -> None:
 def test_anchors_must_lie_in_the_row() -> None:
     given = inputs()
     given["anchor_positions"] = torch.tensor([[4, 9, 20], [6, 13, S]])
-    with pytest.raises(ValueError, match=r"anchor_positions must lie in 0\.\.23, got 24"):
+    with pytest.raises(ValueError, match=r"anchor_positions must lie in 0\.\.23, got \[\[4, 9, 20\], \[6, 13, 24\]\]"):
         make_draft()(**given)
 
 

@@ -134,7 +134,7 @@ class DSparkDraft(nn.Module):
             and anchor_positions.numel()
             and not 0 <= anchor_positions.min() <= anchor_positions.max() < seq_len
         ):
-            raise ValueError(f"anchor_positions must lie in 0..{seq_len - 1}, got {anchor_positions.max().item()}")
+            raise ValueError(f"anchor_positions must lie in 0..{seq_len - 1}, got {anchor_positions.tolist()}")
         visible_to = (anchor_positions, block_keep_mask, seq_lens, attention_mask)
         hidden = self._run_blocks(input_ids, target_hidden_states, position_ids, *visible_to)
         labels, safe_labels = block_label_indices(anchor_positions, self.block_size, seq_len)

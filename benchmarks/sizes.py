@@ -1,8 +1,10 @@
 """The sizes that are measured, by name."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import Qwen3Config
 
 from dspark_lightning.drafts.base import DSparkDraft
@@ -69,4 +71,5 @@ def build_draft(size: Size, device: torch.device, dtype: torch.dtype) -> DSparkD
             num_anchors=size.num_anchors,
             markov_rank=size.markov_rank,
         )
-    return draft.to(dtype)
+    cast(nn.Module, draft).to(dtype)
+    return draft

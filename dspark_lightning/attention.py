@@ -37,6 +37,7 @@ class BlockAttention(Protocol):
         *,
         scale: float,
         dropout: float = 0.0,
+        sinks: Tensor | None = None,  # [heads], logits that take part in every softmax and carry no value
     ) -> Tensor:
         """Returns [M, heads, K, Dv]."""
 
@@ -131,20 +132,45 @@ class DenseBlockAttention:
         *,
         scale: float,
         dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `BlockAttention`."""
-        attended = F.scaled_dot_product_attention(
-            self._by_row(query),
-            torch.cat([context_key, self._by_row(key)], dim=2),
-            torch.cat([context_value, self._by_row(value)], dim=2),
-            attn_mask=self.visible,
-            dropout_p=dropout,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        queries = self._by_row(query)
+        keys = torch.cat([context_key, self._by_row(key)], dim=2)
+        values = torch.cat([context_value, self._by_row(value)], dim=2)
+        if sinks is None:
+            attended = F.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                attn_mask=self.visible,
+                dropout_p=dropout,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        else:
+            attended = _attend_with_sinks(queries, keys, values, self.visible, sinks, scale, dropout)
         num_anchors = self.blocks.grid[1]
         return self.blocks.gather(attended.unflatten(2, (num_anchors, -1)).transpose(1, 2))
 
     def _by_row(self, values: Tensor) -> Tensor:
         """From [M, heads, K, D] to [B, heads, N*K, D]."""
         return self.blocks.scatter(values).transpose(1, 2).flatten(2, 3)
+
+
+def _attend_with_sinks(
+    query: Tensor,  # [B, heads, Q, D]
+    key: Tensor,  # [B, kv_heads, T, D]
+    value: Tensor,  # [B, kv_heads, T, Dv]
+    visible: Tensor,  # bool [B, 1, Q, T]
+    sinks: Tensor,  # [heads]
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """One more column in every softmax, dropped behind it; torch's own attention has no place for it."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    scores = scores.masked_fill(~visible, -torch.inf)
+    column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1].to(value.dtype)
+    return F.dropout(weights, dropout) @ value

@@ -10,12 +10,12 @@ import shlex
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
@@ -96,7 +96,7 @@ def check_export_path(path: str | Path) -> Path:
 def serving_config(draft: DSparkDraft) -> dict[str, Any]:
     """The config.json of an exported draft: the draft's config, and what engines read beside it."""
     config: dict[str, Any] = draft.config.to_dict()
-    rope = dict(config.get("rope_parameters") or {})
+    rope = draft.rope_parameters
     scaled = rope.get("rope_type", "default") != "default"
     layer_ids = list(config["target_layer_ids"])
     config |= {
@@ -146,7 +146,8 @@ def load_pretrained_draft(path: str | Path) -> DSparkDraft:
     draft = build_draft_from_config(config)
     state = _read_weights(Path(path))
     _load_strict(draft, state, Path(path))
-    return draft.to(state["fc.weight"].dtype).eval()
+    cast(nn.Module, draft).to(state["fc.weight"].dtype).eval()
+    return draft
 
 
 def load_draft_weights(draft: DSparkDraft, path: str | Path) -> None:
@@ -174,7 +175,8 @@ def load_checkpoint_draft(ckpt_path: str | Path) -> tuple[DSparkDraft, str]:
     state = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
     draft = build_draft_from_config(checkpoint["dspark"]["draft_config"])
     _load_strict(draft, state, Path(ckpt_path))
-    return draft.eval(), checkpoint["dspark"]["target"]
+    cast(nn.Module, draft).eval()
+    return draft, checkpoint["dspark"]["target"]
 
 
 def read_checkpoint(ckpt_path: str | Path) -> dict[str, Any]:

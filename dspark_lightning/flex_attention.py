@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from dspark_lightning.blocks import Blocks
 
@@ -45,6 +45,7 @@ class FlexBlockAttention:
         *,
         scale: float,
         dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `BlockAttention`.
 
@@ -62,7 +63,12 @@ class FlexBlockAttention:
             block_mask=self._mask,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=None if sinks is None else AuxRequest(lse=True),
         )
+        if sinks is not None:  # a column without a value only makes the others smaller
+            attended, aux = attended
+            share = torch.sigmoid(aux.lse - sinks.float().unsqueeze(-1))  # [1, heads, M*K]
+            attended = attended * share.unsqueeze(-1).to(attended.dtype)
         blocks = attended.squeeze(0).unflatten(1, (-1, query.shape[2]))  # [heads, M, K, D]
         return cast(Tensor, blocks.transpose(0, 1))
 

@@ -1,9 +1,9 @@
 """Block attention without dead work: every block meets its own stretch of context and itself, nothing else.
 
-The two parts of a block's softmax share one normaliser, log-sum-exp over both; the backward pass recomputes the scores
-from it, so that only one group's scores exist at a time. Blocks with close anchors form a group and read the context
-together; what a group computes beyond a member's anchor is cut away, and groups are kept small enough that this
-stays below a quarter of the useful work.
+The parts of a block's softmax (context, own block, sink) share one normaliser, log-sum-exp over all; the backward pass
+recomputes the scores from it, so that only one group's scores exist at a time. Blocks with close anchors form a group
+and read the context together; what a group computes beyond a member's anchor is cut away, and groups are kept small
+enough that this stays below a quarter of the useful work.
 Shapes: B samples, C context length, M blocks, K block size, G blocks of a group, R = heads / kv_heads * K query rows of
 a block for each kv head, D head dim.
 """
@@ -55,6 +55,7 @@ class SplitBlockAttention:
         *,
         scale: float,
         dropout: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `BlockAttention`.
 
@@ -71,7 +72,10 @@ class SplitBlockAttention:
         with without_autocast(query.device):
             tensors = [x.float() for x in (query, key, value, context_key, context_value)]
             tensors[0] = tensors[0].reshape(num_blocks, kv_heads, -1, query.shape[-1])  # [M, kv_heads, R, D]
-            attended: Tensor = _SplitAttention.apply(*tensors, mask, self._grouping, scale)  # type: ignore[no-untyped-call]
+            if sinks is not None:  # one for each of the R rows of a kv head
+                sinks = sinks.float().view(kv_heads, -1, 1).expand(-1, -1, block_size).flatten(1)
+            inputs = (*tensors, sinks, mask, self._grouping, scale)
+            attended: Tensor = _SplitAttention.apply(*inputs)  # type: ignore[no-untyped-call]
         return attended.view(num_blocks, heads, block_size, -1).to(query.dtype)
 
     def _groups(self, kv_heads: int, rows_of_block: int) -> list[_Group]:
@@ -102,12 +106,15 @@ class _SplitAttention(torch.autograd.Function):
         value: Tensor,  # [M, kv_heads, K, Dv]
         context_key: Tensor,  # [B, kv_heads, C, D]
         context_value: Tensor,  # [B, kv_heads, C, Dv]
+        sinks: Tensor | None,  # [kv_heads, R]
         mask: Tensor | None,  # bool [B, C]
         groups: list[_Group],
         scale: float,
     ) -> Tensor:  # [M, kv_heads, R, Dv]
         own = _own_scores(query, key, scale)
-        lse = torch.logsumexp(own, dim=-1)  # [M, kv_heads, R]; of the own block only, where no context is seen
+        lse = torch.logsumexp(own, dim=-1)  # [M, kv_heads, R]; without the context, which joins below
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks)
         out = query.new_zeros(*query.shape[:-1], value.shape[-1])
         for group in groups:
             keys, values = _context(group, context_key), _context(group, context_value)
@@ -121,16 +128,17 @@ class _SplitAttention(torch.autograd.Function):
             out[blocks] = _blocks(torch.bmm(weights, values).div_(total.unsqueeze(-1)), group)
             lse[blocks] = _blocks(highest + total.log(), group)
         out += torch.matmul(own.sub_(lse.unsqueeze(-1)).exp_(), value)
-        ctx.save_for_backward(query, key, value, context_key, context_value, mask, out, lse)
+        ctx.save_for_backward(query, key, value, context_key, context_value, sinks, mask, out, lse)
         ctx.groups, ctx.scale = groups, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, context_key, context_value, mask, out, lse = ctx.saved_tensors
+        query, key, value, context_key, context_value, sinks, mask, out, lse = ctx.saved_tensors
         with without_autocast(query.device):
             delta = (grad * out).sum(dim=-1)  # what the normaliser takes back from every score
+            grad_sinks = None if sinks is None else -(delta * (sinks - lse).exp()).sum(dim=0)
             weights = _own_scores(query, key, ctx.scale).sub_(lse.unsqueeze(-1)).exp_()  # [M, kv_heads, R, K]
             grad_value = torch.matmul(weights.transpose(-1, -2), grad)
             slope = torch.matmul(grad, value.transpose(-1, -2)).sub_(delta.unsqueeze(-1)).mul_(weights)
@@ -148,7 +156,8 @@ class _SplitAttention(torch.autograd.Function):
                 slope = torch.baddbmm(shift, grads, values.transpose(1, 2), beta=-1).mul_(weights)
                 grad_query[group.first : group.last] += _blocks(torch.bmm(slope, keys), group)
                 _context(group, grad_context_key).baddbmm_(slope.transpose(1, 2), queries, alpha=ctx.scale)
-        return grad_query.mul_(ctx.scale), grad_key, grad_value, grad_context_key, grad_context_value, None, None, None
+        grads_of_inputs = (grad_query.mul_(ctx.scale), grad_key, grad_value, grad_context_key, grad_context_value)
+        return *grads_of_inputs, grad_sinks, None, None, None
 
 
 def _own_scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

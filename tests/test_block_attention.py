@@ -39,8 +39,15 @@ def draw(blocks: int, heads: int, kv_heads: int, length: int, rows: int = 2, val
         return [torch.randn(shape, dtype=torch.float64).float().requires_grad_() for shape in shapes]
 
 
-def by_definition(tensors: list[Tensor], anchors: Tensor, keep: Tensor, extra: dict[str, Any]) -> Tensor:
-    """Softmax over every single key, in fp64, through the dense mask."""
+def draw_sinks(heads: int) -> Tensor:
+    with seeded(2):
+        return torch.randn(heads).requires_grad_()
+
+
+def by_definition(
+    tensors: list[Tensor], anchors: Tensor, keep: Tensor, extra: dict[str, Any], sinks: Tensor | None = None
+) -> Tensor:
+    """Softmax over every single key and the sink, in fp64, through the dense mask."""
     query, key, value, context_key, context_value = (x.double() for x in tensors)
     visible = block_visibility(S, anchors, keep, K, **extra)  # [B, 1, N*K, S+N*K]
     groups = query.shape[1] // key.shape[1]
@@ -50,18 +57,33 @@ def by_definition(tensors: list[Tensor], anchors: Tensor, keep: Tensor, extra: d
         seen = visible[row, 0, number * K]  # all slots of a block see the same
         keys = torch.cat([context_key[row, :, seen[:S]], key[block]], dim=1).repeat_interleave(groups, dim=0)
         values = torch.cat([context_value[row, :, seen[:S]], value[block]], dim=1).repeat_interleave(groups, dim=0)
-        attended.append((query[block] @ keys.transpose(-1, -2) * 0.3).softmax(-1) @ values)
+        weights = (query[block] @ keys.transpose(-1, -2) * 0.3).exp()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.double().exp().view(-1, 1, 1)
+        attended.append(weights / total @ values)
     return torch.stack(attended).float()
 
 
-def assert_agrees(kind: Any, anchors: Tensor, keep: Tensor, extra: dict[str, Any], heads: int = 4, kv: int = 2) -> None:
+def assert_agrees(
+    kind: Any,
+    anchors: Tensor,
+    keep: Tensor,
+    extra: dict[str, Any],
+    heads: int = 4,
+    kv: int = 2,
+    with_sinks: bool = False,
+) -> None:
     blocks = list_blocks(S, anchors, keep, **extra, trim=False)
     tensors = draw(len(blocks.rows), heads, kv, S, rows=len(anchors))
+    sinks = draw_sinks(heads) if with_sinks else None
     attention = build_attention(
         kind, blocks, lambda: block_visibility(S, anchors, keep, K, **extra), False, torch.device("cpu")
     )
-    ours, expected = attention(*tensors, scale=0.3), by_definition(tensors, anchors, keep, extra)
+    ours = attention(*tensors, scale=0.3, sinks=sinks)
+    expected = by_definition(tensors, anchors, keep, extra, sinks)
     assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    tensors += [] if sinks is None else [sinks]
     with seeded(1):
         toward = torch.randn_like(ours)
     for mine, right in zip(
@@ -70,22 +92,27 @@ def assert_agrees(kind: Any, anchors: Tensor, keep: Tensor, extra: dict[str, Any
         assert_close(mine, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_equal_the_definition(kind: str, heads: int, kv_heads: int, case: str) -> None:
-    assert_agrees(kind, ANCHORS, KEEP, CASES[case], heads, kv_heads)
+def test_values_and_gradients_equal_the_definition(
+    kind: str, heads: int, kv_heads: int, case: str, with_sinks: bool
+) -> None:
+    assert_agrees(kind, ANCHORS, KEEP, CASES[case], heads, kv_heads, with_sinks)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (3, 3)])
 @torch.no_grad()
-def test_values_of_flex_attention_equal_the_definition(heads: int, kv_heads: int, case: str) -> None:
+def test_values_of_flex_attention_equal_the_definition(heads: int, kv_heads: int, case: str, with_sinks: bool) -> None:
     """FlexAttention has no backward pass on the CPU."""
     blocks = list_blocks(S, ANCHORS, KEEP, **CASES[case], trim=False)
     tensors = draw(len(blocks.rows), heads, kv_heads, S)
-    ours, expected = FlexBlockAttention(blocks)(*tensors, scale=0.3), by_definition(tensors, ANCHORS, KEEP, CASES[case])
-    assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    sinks = draw_sinks(heads) if with_sinks else None
+    ours = FlexBlockAttention(blocks)(*tensors, scale=0.3, sinks=sinks)
+    assert_close(ours, by_definition(tensors, ANCHORS, KEEP, CASES[case], sinks), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -102,7 +129,7 @@ def test_split_attention_for_any_anchors(anchors: list[list[int]], data: st.Data
     if data.draw(st.booleans()):
         with seeded(data.draw(st.integers(0, 9))):
             extra["attention_mask"] = (torch.rand(rows, S) < 0.7).long()
-    assert_agrees("split", torch.tensor(anchors), keep, extra)
+    assert_agrees("split", torch.tensor(anchors), keep, extra, with_sinks=data.draw(st.booleans()))
 
 
 @pytest.mark.parametrize(("name", "value"), [("MAX_GROUP", 1), ("MAX_SCORES", 1), ("MIN_SPREAD", 1000)])

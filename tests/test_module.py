@@ -9,8 +9,9 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from dspark_lightning.families import Qwen3DSpark
 from dspark_lightning.loss import EPS, compute_dspark_loss
-from dspark_lightning.module import DSparkModule, Qwen3DSpark
+from dspark_lightning.module import DSparkModule
 from helpers import seeded, tiny_qwen3
 
 ARGS: dict[str, Any] = {

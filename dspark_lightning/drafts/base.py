@@ -1,18 +1,18 @@
 """What all drafts share: block input, context, labels, heads, sampling steps, freezing.
 
-A family adds its layers, norms and rotary embedding; see `drafts/qwen3.py`.
+A family adds its layers, norms and rotary embedding; `drafts/qwen3.py` is the one to read first.
 Shapes: B samples, S sequence length, N anchors, K block size, M kept blocks, C context length, H hidden size,
 F feature layers, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Self, cast, get_args
+from typing import Any, ClassVar, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import (
     block_label_indices,
@@ -24,43 +24,53 @@ from dspark_lightning.anchors import (
 from dspark_lightning.attention import AttentionKind, BlockAttention, block_visibility, build_attention
 from dspark_lightning.blocks import list_blocks
 from dspark_lightning.decoding.sampling import sample_tokens
+from dspark_lightning.drafts.rotation import Rope
 from dspark_lightning.heads import AcceptRatePredictor, build_markov_head
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.rope import repair_rope
 from dspark_lightning.slots import plan_slots
 
 
-class DSparkDraft(nn.Module):
-    """Base of the drafts. A family's `__init__(config)` sets `layers`, `rotary_emb` and calls `build_shared_parts`."""
+class DSparkDraft(PreTrainedModel):
+    """Base of the drafts; a family names its parts.
+
+    Args:
+        config: the draft's config, with the fields of `shared_draft_fields`.
+    """
 
     config_class: type[PretrainedConfig]
     config: PretrainedConfig
-    layers: nn.ModuleList  # of `GradientCheckpointingLayer`
-    rotary_emb: nn.Module
+    layer_class: ClassVar[type[nn.Module]]
+    """One decoder layer, made from the config: a `GradientCheckpointingLayer` called with (hidden [M, K, H],
+    context [B, C, H], rope, context_rope, attention), where the two ropes are what `rope_tables` returns."""
+    norm_class: ClassVar[type[nn.Module]]
+    """RMSNorm in the family's style, made from (H, eps=)."""
+    rotary_class: ClassVar[type[nn.Module] | None]
+    """Hugging Face rotary module, made from the config; None for a family without RoPE."""
+    rope_label: ClassVar[str | None] = None
+    """Which of several RoPE tables the layers use, where the rotary module holds one per kind of layer."""
+    embedding_class: ClassVar[type[nn.Embedding]] = nn.Embedding
     attention: AttentionKind = "auto"
     """How block attention is computed; a property of the run, not of the draft, so it is not in the config."""
     logit_softcap: float | None = None
     """Logits of the head are logit_softcap * tanh(logits / logit_softcap), before the Markov bias."""
 
-    def build_shared_parts(self, config: PretrainedConfig, norm: Callable[[], nn.Module]) -> None:
-        """Create the parts outside the decoder layers.
-
-        Args:
-            config: the draft's config.
-            norm: makes one RMSNorm over H in the family's style.
-        """
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(self.layer_class(config) for _ in range(config.num_hidden_layers))
+        self.rotary_emb = None if self.rotary_class is None else self.rotary_class(config)
         hidden, num_features = config.hidden_size, len(config.target_layer_ids)
         self.block_size: int = config.block_size
         self.mask_token_id: int = config.mask_token_id
         self.num_anchors: int = config.num_anchors
         self.target_layer_ids: list[int] = list(config.target_layer_ids)
-        self.attention_dropout: float = getattr(config, "attention_dropout", 0.0)
+        self.attention_dropout: float = getattr(config, "attention_dropout", None) or 0.0
         self.enable_confidence_head: bool = config.enable_confidence_head
         self.confidence_head_with_markov: bool = config.confidence_head_with_markov
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        self.embed_tokens = self.embedding_class(config.vocab_size, hidden)
         self.fc = nn.Linear(num_features * hidden, hidden, bias=False)
-        self.hidden_norm = norm()
-        self.norm = norm()
+        self.hidden_norm = self.make_norm()
+        self.norm = self.make_norm()
         self.lm_head = nn.Linear(hidden, config.vocab_size, bias=False)
         self.markov_head = build_markov_head(config)
         self.confidence_head: AcceptRatePredictor | None = None
@@ -68,6 +78,24 @@ class DSparkDraft(nn.Module):
             extra = config.markov_rank if self.confidence_head_with_markov else 0
             self.confidence_head = AcceptRatePredictor(hidden + extra)
         self.set_embedding_head_trainable(False)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def make_norm(self) -> nn.Module:
+        """One RMSNorm over H."""
+        return self.norm_class(self.config.hidden_size, eps=self.config.rms_norm_eps)
+
+    def rope_tables(self, states: Tensor, position_ids: Tensor) -> Rope | None:
+        """Cos and sin for `position_ids` [X, L], in the dtype of `states` [X, L, H]; None without RoPE."""
+        if self.rotary_emb is None:
+            return None
+        label = () if self.rope_label is None else (self.rope_label,)
+        return cast(Rope, self.rotary_emb(states, position_ids, *label))
+
+    @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """The RoPE settings in use, as transformers names them; empty without RoPE."""
+        parameters: dict[str, Any] = (self.rotary_emb is not None and self.config.rope_parameters) or {}
+        return dict(parameters if self.rope_label is None else parameters[self.rope_label])
 
     def forward_backbone(
         self,
@@ -78,8 +106,7 @@ class DSparkDraft(nn.Module):
         attention: BlockAttention,
     ) -> Tensor:
         """Run the decoder layers over the block tokens. Returns [M, K, H], before the final norm."""
-        rope = self.rotary_emb(hidden, position_ids)
-        context_rope = self.rotary_emb(context, context_position_ids)
+        rope, context_rope = self.rope_tables(hidden, position_ids), self.rope_tables(context, context_position_ids)
         for layer in self.layers:
             hidden = layer(hidden, context, rope, context_rope, attention)
         return hidden

@@ -1,4 +1,4 @@
-"""From a target's config and the model arguments to the shared fields of a draft config."""
+"""From a target's config and the model arguments to a draft's config: what all families do alike."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -114,3 +114,40 @@ def shared_draft_fields(text_config: PretrainedConfig, args: DraftArgs, architec
         "markov_head_type": args.markov_head_type,
         "tie_word_embeddings": False,
     }
+
+
+def text_config_of(target_config: PretrainedConfig, text_model_types: Sequence[str]) -> PretrainedConfig:
+    """Take the config of the text model out of a multimodal target's config; a text-only one is returned as it is.
+
+    Args:
+        target_config: the target's Hugging Face config.
+        text_model_types: the `model_type` of the text models that the family's draft fits.
+
+    Raises:
+        ValueError: the target wraps a text model of another type.
+    """
+    text = target_config.get_text_config()
+    if text is not target_config and text.model_type not in text_model_types:
+        raise ValueError(
+            f"no draft serves a {target_config.model_type!r} target around a text model of type {text.model_type!r}: "
+            f"known are {', '.join(text_model_types)}"
+        )
+    return text
+
+
+# What describes the target's weights, not its shape, and lists with an entry for each of the target's layers.
+_NOT_INHERITED = {
+    *("_name_or_path", "auto_map", "dtype", "model_type", "quantization_config", "torch_dtype", "transformers_version"),
+    *("indexer_types", "layer_types", "mlp_layer_types", "per_layer_config"),
+}
+
+
+def inherited_fields(text_config: PretrainedConfig) -> dict[str, Any]:
+    """Fields of the target's text config that a draft config of the same class takes over."""
+    fields = {name: value for name, value in text_config.to_dict().items() if name not in _NOT_INHERITED}
+    return fields | {"pad_token_id": inside_vocabulary(text_config.pad_token_id, text_config.vocab_size)}
+
+
+def inside_vocabulary(token_id: int | None, vocab_size: int) -> int | None:
+    """The id, or None where it lies outside: some configs pad with such an id, which no embedding takes."""
+    return token_id if token_id is not None and 0 <= token_id < vocab_size else None

@@ -1,96 +1,37 @@
 """The Qwen3 draft: for Qwen3 (dense, MoE) targets and every Llama-like one.
 
 Grouped-query attention with per-head RMSNorm on queries and keys, half-split RoPE over the whole head, SiLU-gated MLP.
-Shapes: B samples, C context length, M blocks, K block size, H hidden size, D head dim.
 """
 
 from typing import Any, cast
 
-from torch import Tensor, nn
 from transformers import PretrainedConfig, Qwen3Config
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3PreTrainedModel,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    rotate_half,
-)
+from transformers.activations import ACT2FN
+from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from dspark_lightning.attention import BlockAttention
 from dspark_lightning.drafts.base import DSparkDraft
-from dspark_lightning.drafts.config import DraftArgs, shared_draft_fields
+from dspark_lightning.drafts.config import DraftArgs, inside_vocabulary, shared_draft_fields, text_config_of
+from dspark_lightning.drafts.grouped_query import GroupedQueryAttention
+from dspark_lightning.drafts.layers import GatedMLP, PreNormDecoderLayer, gated_by
+from dspark_lightning.drafts.spec import DraftSpec
 
 
-class Qwen3DSparkAttention(nn.Module):
-    """Queries from the block tokens; keys and values from them and the context, with the same projections."""
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.scale = self.head_dim**-0.5
-        self.dropout = config.attention_dropout
-        hidden, bias = config.hidden_size, config.attention_bias
-        q_dim = config.num_attention_heads * self.head_dim
-        kv_dim = cast(int, config.num_key_value_heads) * self.head_dim
-        self.q_proj = nn.Linear(hidden, q_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, kv_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv_dim, bias=bias)
-        self.o_proj = nn.Linear(q_dim, hidden, bias=bias)
-        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden: Tensor,  # [M, K, H]
-        context: Tensor,  # [B, C, H]
-        rope: tuple[Tensor, Tensor],  # cos and sin [M, K, D]
-        context_rope: tuple[Tensor, Tensor],  # cos and sin [B, C, D]
-        attention: BlockAttention,
-    ) -> Tensor:
-        """Returns [M, K, H]."""
-        query = _rotate(self.q_norm(self._split_heads(self.q_proj(hidden))), rope)
-        keys = [
-            _rotate(self.k_norm(self._split_heads(self.k_proj(states))), tables)
-            for states, tables in ((hidden, rope), (context, context_rope))
-        ]
-        values = [self._split_heads(self.v_proj(states)).transpose(1, 2) for states in (hidden, context)]
-        dropout = self.dropout if self.training else 0.0
-        attended = attention(query, keys[0], values[0], keys[1], values[1], scale=self.scale, dropout=dropout)
-        return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
-
-    def _split_heads(self, projected: Tensor) -> Tensor:
-        return cast(Tensor, projected.unflatten(-1, (-1, self.head_dim)))
-
-
-def _rotate(states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply RoPE to [X, L, heads, D]. Returns [X, heads, L, D]."""
-    states = states.transpose(1, 2)
-    cos, sin = (table.unsqueeze(1) for table in rope)
-    return cast(Tensor, states * cos + rotate_half(states) * sin)
-
-
-class Qwen3DSparkDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm block; the context enters the attention as it is, without another norm."""
+class Qwen3DSparkDecoderLayer(PreNormDecoderLayer):
+    """See the module docstring."""
 
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        self.self_attn = Qwen3DSparkAttention(config)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(
-        self,
-        hidden: Tensor,  # [M, K, H]
-        context: Tensor,  # [B, C, H]
-        rope: tuple[Tensor, Tensor],
-        context_rope: tuple[Tensor, Tensor],
-        attention: BlockAttention,
-    ) -> Tensor:
-        """Returns [M, K, H]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), context, rope, context_rope, attention)
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+        eps = config.rms_norm_eps
+        attention = GroupedQueryAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            cast(int, config.num_key_value_heads),
+            config.head_dim,
+            norm=lambda: Qwen3RMSNorm(config.head_dim, eps=eps),
+            dropout=config.attention_dropout,
+            bias=config.attention_bias,
+        )
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, gated_by(ACT2FN[config.hidden_act]))
+        super().__init__(attention, mlp, norm=lambda: Qwen3RMSNorm(config.hidden_size, eps=eps))
 
 
 class Qwen3DSparkModel(DSparkDraft, Qwen3PreTrainedModel):  # type: ignore[misc]  # both declare `config`
@@ -102,13 +43,9 @@ class Qwen3DSparkModel(DSparkDraft, Qwen3PreTrainedModel):  # type: ignore[misc]
 
     config_class = Qwen3Config
     _no_split_modules: list[str] = ["Qwen3DSparkDecoderLayer"]  # noqa: RUF012
-
-    def __init__(self, config: Qwen3Config) -> None:
-        Qwen3PreTrainedModel.__init__(self, config)
-        self.layers = nn.ModuleList(Qwen3DSparkDecoderLayer(config) for _ in range(config.num_hidden_layers))
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.build_shared_parts(config, norm=lambda: Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
-        self.post_init()  # type: ignore[no-untyped-call]
+    layer_class = Qwen3DSparkDecoderLayer
+    norm_class = Qwen3RMSNorm
+    rotary_class = Qwen3RotaryEmbedding
 
 
 # Backbone fields taken over from the target as they are; those a target lacks keep Qwen3Config's default.
@@ -136,9 +73,9 @@ def build_qwen3_draft_config(target_config: PretrainedConfig, model_args: Any) -
         model_args: see `DraftArgs`.
 
     Raises:
-        ValueError: see `DraftArgs` and `shared_draft_fields`.
+        ValueError: see `DraftArgs`, `shared_draft_fields` and `text_config_of`.
     """
-    text = target_config.get_text_config()
+    text = text_config_of(target_config, ("qwen2_5_vl_text", "qwen3_vl_text"))
     args = DraftArgs.of(model_args)
     heads = text.num_attention_heads
     shared = shared_draft_fields(text, args, Qwen3DSparkModel.__name__)
@@ -155,9 +92,21 @@ def build_qwen3_draft_config(target_config: PretrainedConfig, model_args: Any) -
         rope_parameters=rope,
         layer_types=["full_attention"] * args.num_draft_layers,
         max_window_layers=args.num_draft_layers,
-        pad_token_id=_inside_vocabulary(getattr(text, "pad_token_id", None), text.vocab_size),
+        pad_token_id=inside_vocabulary(getattr(text, "pad_token_id", None), text.vocab_size),
     )
 
 
-def _inside_vocabulary(token_id: int | None, vocab_size: int) -> int | None:
-    return token_id if token_id is not None and 0 <= token_id < vocab_size else None
+QWEN3 = DraftSpec(
+    Qwen3DSparkModel,
+    build_qwen3_draft_config,
+    architectures=(
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+    ),
+    model_types=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl"),
+)

@@ -1,44 +1,39 @@
 """Which draft serves which target."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
 from dspark_lightning.drafts.base import DSparkDraft
-from dspark_lightning.drafts.qwen3 import Qwen3DSparkModel, build_qwen3_draft_config
+from dspark_lightning.drafts.deepseek_v4 import DEEPSEEK_V4
+from dspark_lightning.drafts.gemma4 import GEMMA4
+from dspark_lightning.drafts.glm_5_2 import GLM_5_2
+from dspark_lightning.drafts.kimi_k3 import KIMI_K3
+from dspark_lightning.drafts.minimax_m3 import MINIMAX_M3
+from dspark_lightning.drafts.qwen3 import QWEN3
+from dspark_lightning.drafts.spec import DraftSpec
+
+DSPARK_DRAFT_REGISTRY: dict[str, DraftSpec] = {}
+"""Families by the target's architecture and by its model_type; filled by `register_draft_family`."""
 
 
-@dataclass(frozen=True)
-class DraftSpec:
-    """One family: its draft class, its config builder, and the targets it serves."""
+def register_draft_family(spec: DraftSpec) -> None:
+    """Make a family known: its targets are then served everywhere, and its exported drafts can be loaded.
 
-    model_class: type[DSparkDraft]
-    build_config: Callable[[PretrainedConfig, Any], PretrainedConfig]
-    architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
+    Raises:
+        ValueError: another family already serves one of its targets.
+    """
+    names = (*spec.architectures, *spec.model_types)
+    for name in names:
+        known = DSPARK_DRAFT_REGISTRY.get(name, spec)
+        if known is not spec:
+            raise ValueError(f"{name!r} is already served by {known.model_class.__name__}: a target has one family")
+    DSPARK_DRAFT_REGISTRY.update(dict.fromkeys(names, spec))
 
 
-QWEN3 = DraftSpec(
-    Qwen3DSparkModel,
-    build_qwen3_draft_config,
-    architectures=(
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM",
-        "Qwen2_5_VLForConditionalGeneration",
-        "Qwen3VLForConditionalGeneration",
-    ),
-    model_types=("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl"),
-)
-
-# Keyed by the target's architecture and by its model_type. A new family is one file and one entry of its own here.
-DSPARK_DRAFT_REGISTRY: dict[str, DraftSpec] = {
-    name: spec for spec in (QWEN3,) for name in (*spec.architectures, *spec.model_types)
-}
+for family in (QWEN3, GEMMA4, DEEPSEEK_V4, GLM_5_2, KIMI_K3, MINIMAX_M3):
+    register_draft_family(family)
 
 
 def resolve_dspark_draft_spec(architectures: Sequence[str] | None) -> DraftSpec:

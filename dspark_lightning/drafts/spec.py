@@ -1,0 +1,22 @@
+"""What a family registers: its draft, its config builder, and the targets it serves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from dspark_lightning.drafts.base import DSparkDraft
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """One family."""
+
+    model_class: type[DSparkDraft]
+    build_config: Callable[[PretrainedConfig, Any], PretrainedConfig]
+    """From the target's config and the model arguments (see `DraftArgs`) to the draft's config."""
+    architectures: tuple[str, ...]
+    """Class names of the targets served."""
+    model_types: tuple[str, ...]
+    """`model_type` of the targets served; looked at when the architecture is unknown."""

@@ -8,7 +8,12 @@ STAMP = $(VENV)/.installed
 OFFLINE = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 TESTING = $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-.PHONY: demo test test-all lint types format
+# The oldest transformers that is supported, with what it asks for; everything else as pinned.
+OLDEST = 5.17.0
+OLDEST_VENV = $(VENV)-transformers-$(OLDEST)
+LOOSENED = transformers|huggingface_hub|hf-xet|tokenizers|httpx2|httpcore2|typer
+
+.PHONY: demo test test-all test-oldest lint types format
 .DEFAULT_GOAL = demo
 
 demo: $(STAMP)
@@ -19,6 +24,9 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	@$(TESTING) $(BIN)/python -m pytest -q -m ""
+
+test-oldest: $(OLDEST_VENV)/.installed
+	@$(TESTING) $(OLDEST_VENV)/bin/python -m pytest -q
 
 lint: $(STAMP)
 	@$(BIN)/ruff check
@@ -38,3 +46,11 @@ $(STAMP): pyproject.toml constraints.txt
 		|| { echo "This needs Python 3.11 or newer with venv. Name yours: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
 	@touch $(STAMP)
+
+$(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing into $(OLDEST_VENV) ..."
+	@$(PYTHON) -m venv $(OLDEST_VENV)
+	@grep -v -E '^($(LOOSENED))==' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	@$(OLDEST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt \
+		transformers==$(OLDEST) -e '.[dev,gguf]'
+	@touch $@

@@ -3,13 +3,13 @@
     dense   one mask over all keys of a row: the definition, and the only way with attention dropout
     split   every block against its stretch of context and itself, see `split_attention.py`; any device
     flex    FlexAttention with a block mask, see `flex_attention.py`; CUDA
-    auto    flex on CUDA and split elsewhere; dense with dropout
+    auto    flex on CUDA (split for heads that are too wide for it) and split elsewhere; dense with dropout
 
 Shapes: B samples, C context length, N anchors a row, K block size, M listed blocks, D head dim.
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dspark_lightning.anchors import context_doc_ids
 from dspark_lightning.blocks import Blocks
-from dspark_lightning.flex_attention import FlexBlockAttention
+from dspark_lightning.flex_attention import MAX_HEAD_DIM, FlexBlockAttention
 from dspark_lightning.split_attention import SplitBlockAttention
 
 AttentionKind = Literal["auto", "dense", "split", "flex"]
@@ -59,7 +59,9 @@ def build_attention(
     """
     check_attention(kind, device)
     if kind == "auto":
-        kind = "dense" if dropout else "flex" if device.type == "cuda" else "split"
+        if device.type == "cuda" and not dropout:
+            return FlexOrSplitAttention(blocks, device)
+        kind = "dense" if dropout else "split"
     if kind == "split":
         return SplitBlockAttention(blocks)
     if kind == "flex":
@@ -108,6 +110,26 @@ def block_visibility(
     own_block = block_of_token.unsqueeze(-1) == block_of_token  # [Q, Q]
     context = context.repeat_interleave(block_size, dim=1)
     return torch.cat([context, own_block.expand(context.shape[0], -1, -1)], dim=-1).unsqueeze(1)
+
+
+class FlexOrSplitAttention:
+    """`BlockAttention` through FlexAttention, or split for heads too wide for its kernels (Gemma4, DeepSeek V4).
+
+    Args:
+        blocks: on any device.
+        device: where the attention runs.
+    """
+
+    def __init__(self, blocks: Blocks, device: torch.device) -> None:
+        self.blocks, self.device = blocks, device
+        self._chosen: BlockAttention | None = None  # at the first layer; all have heads of one width
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *context: Tensor, **options: Any) -> Tensor:
+        """See `BlockAttention`."""
+        if self._chosen is None:
+            wide = max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM
+            self._chosen = SplitBlockAttention(self.blocks) if wide else FlexBlockAttention(self.blocks.to(self.device))
+        return self._chosen(query, key, value, *context, **options)
 
 
 class DenseBlockAttention:

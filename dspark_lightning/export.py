@@ -208,7 +208,8 @@ def build_draft_from_config(config: dict[str, Any]) -> DSparkDraft:
     """
     model_class = resolve_draft_class(config.get("architectures"))
     given = {"confidence_head_with_markov": False, **config}
-    if given.get("rope_parameters"):  # the older pair says the same again
+    # The older pair says what rope_parameters says again; without a theta the draft has no RoPE at all.
+    if given.get("rope_parameters") or given.get("rope_theta") is None:
         given = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_scaling")}
     try:
         return model_class(model_class.config_class.from_dict(given))

@@ -13,6 +13,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from dspark_lightning.blocks import Blocks
 
+MAX_HEAD_DIM = 256
+"""Its kernels keep a tile of a head in shared memory, which wider heads overflow."""
+
 
 @cache
 def _compiled(function: Any) -> Any:

@@ -20,13 +20,15 @@ from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
 from dspark_lightning.datamodules.resume import settle_progress
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.config import DraftArgs
-from dspark_lightning.drafts.registry import QWEN3, DraftSpec, resolve_dspark_draft_spec
+from dspark_lightning.drafts.registry import resolve_dspark_draft_spec
+from dspark_lightning.drafts.spec import DraftSpec
 from dspark_lightning.export import load_draft_weights
 from dspark_lightning.identity import check_identity
+from dspark_lightning.loading import load_target, load_target_config
 from dspark_lightning.loss import EPS, check_loss_arguments, compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.schedule import warmup_cosine
-from dspark_lightning.target import HFDSparkTargetModel, load_target, load_target_config
+from dspark_lightning.target import HFDSparkTargetModel
 
 # Lightning finds the hook below worth a warning wherever a datamodule is used; nothing is wrong with that.
 warnings.filterwarnings("ignore", message=r".*overridden `on_before_batch_transfer` in `LightningModule`")
@@ -70,6 +72,10 @@ class DSparkModule(LightningModule):
         activation_checkpointing: whether the draft's layers are run again in the backward pass instead of being kept.
         torch_compile: whether the draft's layers are compiled.
         trust_remote_code: whether code that comes with the target may run.
+        attn_implementation: how the target attends: eager, sdpa, flash_attention_2 or another that transformers knows;
+            None leaves it to transformers.
+        device_map: "auto" spreads a target that is too big for one GPU over this machine's GPUs, memory and disk; a
+            mapping from module names places each module. None puts it whole on the device that trains.
 
     Raises:
         ValueError: a value out of range; one line that names it.
@@ -103,6 +109,8 @@ class DSparkModule(LightningModule):
         activation_checkpointing: bool = False,
         torch_compile: bool = False,
         trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
+        device_map: str | dict[str, int | str] | None = None,
     ) -> None:
         super().__init__()
         # Plain data only: a sharded checkpoint could not be read back otherwise.
@@ -121,15 +129,31 @@ class DSparkModule(LightningModule):
     # Building -----------------------------------------------------------------------------------------------------
 
     def load_target(self) -> PreTrainedModel:
-        """Load the frozen target. Override this to bring a model object of your own."""
-        dtype = torch.float32
+        """Load the frozen target. Override this to bring a model object of your own.
+
+        Raises:
+            ValueError: the target cannot be read, or `device_map` beside several processes on this machine.
+        """
+        hp, dtype = self.hparams, torch.float32
         if self._trainer is not None:
             dtype = _DTYPES.get(self.trainer.precision.partition("-")[0], torch.float32)
-        hp = self.hparams
+            processes = self.trainer.num_devices
+            if hp["device_map"] is not None and processes > 1:
+                raise ValueError(
+                    f"device_map {hp['device_map']!r} needs a single process, this machine runs {processes}, each of "
+                    "which would claim all devices: set trainer.devices to 1, or leave device_map out"
+                )
         if hp["gguf_file"] is None:  # what cannot work is refused before gigabytes are read
             config = load_target_config(hp["target"], trust_remote_code=hp["trust_remote_code"])
             self._resolve_spec(config).build_config(config, self.draft_args)
-        return load_target(hp["target"], hp["gguf_file"], dtype, hp["trust_remote_code"])
+        return load_target(
+            hp["target"],
+            hp["gguf_file"],
+            dtype,
+            hp["trust_remote_code"],
+            attn_implementation=hp["attn_implementation"],
+            device_map=hp["device_map"],
+        )
 
     def configure_model(self) -> None:
         """Build target and draft, once; Lightning calls this before every entry point."""
@@ -140,7 +164,8 @@ class DSparkModule(LightningModule):
         model = self.load_target()
         spec = self._resolve_spec(model.config)
         config = spec.build_config(model.config, self.draft_args)
-        cast(nn.Module, model).to(device)
+        if self.hparams["device_map"] is None and not hasattr(model, "hf_device_map"):  # else it is where it belongs
+            cast(nn.Module, model).to(device)
         self.target = HFDSparkTargetModel(model, config.target_layer_ids)
         with torch.random.fork_rng():  # the initial weights follow from `seed` alone, on every rank
             torch.manual_seed(self.hparams["seed"])
@@ -335,9 +360,3 @@ class _OnCpu:
 def _is_right_padded(attention_mask: Tensor) -> bool:
     """Whether padding [B, S] only follows real tokens; no causal target then sees it, and needs no mask."""
     return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
-
-
-class Qwen3DSpark(DSparkModule):
-    """`DSparkModule` bound to the Qwen3 draft: Qwen3 (dense, MoE), Qwen2, Llama and Mistral targets."""
-
-    spec = QWEN3

@@ -1,4 +1,4 @@
-"""The frozen target: loading it, and capturing the features a draft reads.
+"""The frozen target: capturing the features a draft reads.
 
 Feature of layer i: the output of decoder layer i (`hidden_states[i + 1]` in the Hugging Face convention); -1 is the
 embedding output; the last layer's feature is the state after the final norm.
@@ -6,20 +6,26 @@ Shapes: B samples, S sequence length, H hidden size, F feature layers, L target 
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as hf_logging
+from transformers import PretrainedConfig, PreTrainedModel
 
-from dspark_lightning.embedded import embedded_path
+from dspark_lightning.offload import input_device, onloaded, with_weights
+
+# Kinds of layers that keep packed documents apart where position_ids restart, and why others do not.
+# (deepseek_sparse_attention is what older versions of transformers call indexed_attention.)
+_PACKABLE_LAYERS = ("full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention")
+_UNPACKABLE_LAYERS = {
+    "compressed_sparse_attention": "whose compressor windows span documents",
+    "heavily_compressed_attention": "whose compressor windows span documents",
+    "minimax_m3_sparse": "whose blocks are anchored to positions in the row",
+    "linear_attention": "whose recurrent state runs on through documents",
+}
 
 
 def build_target_layer_ids(num_target_layers: int, num_feature_layers: int) -> list[int]:
@@ -114,18 +120,20 @@ class HFDSparkTargetModel:
     def __init__(self, model: PreTrainedModel, target_layer_ids: Sequence[int]) -> None:
         self.model = cast(PreTrainedModel, model.eval().requires_grad_(False))
         self.decoder = find_decoder(model)
+        inner = getattr(model.base_model, "language_model", None)
+        self._wraps_causal_lm = getattr(inner, "model", None) is self.decoder
         self.num_layers = len(cast(nn.ModuleList, self.decoder.layers))
         self.target_layer_ids = validate_target_layer_ids(target_layer_ids, self.num_layers)
 
     @property
     def embed_tokens(self) -> nn.Module:
-        """The target's token embedding."""
-        return self.model.get_input_embeddings()
+        """The target's token embedding; where its weight is offloaded, a copy that holds it."""
+        return with_weights(self.model.get_input_embeddings())
 
     @property
     def lm_head(self) -> nn.Module:
-        """The target's output projection."""
-        return cast(nn.Module, self.model.get_output_embeddings())
+        """The target's output projection; where its weight is offloaded, a copy that holds it."""
+        return with_weights(cast(nn.Module, self.model.get_output_embeddings()))
 
     def generate_batch(
         self,
@@ -142,35 +150,22 @@ class HFDSparkTargetModel:
         For packed rows (`seq_lens` given) the documents are told apart by `position_ids`, which restart in each
         document, and no attention mask is passed: a 2-D mask beside them would let documents see each other.
 
+        Returns:
+            the features, on the device of `input_ids` wherever the target's layers are.
+
         Raises:
-            ValueError: packed rows without position_ids.
+            ValueError: packed rows without position_ids, or for a target that would mix their documents.
         """
+        positions = position_ids
         if seq_lens is not None:
-            if position_ids is None:
-                raise ValueError("packed rows (seq_lens) need position_ids that restart in each document, got None")
-            attention_mask = None
-        self.model.eval()
-        features: dict[int, Tensor] = {}
-        handles = [self._module_of(i).register_forward_hook(_keep_output(features, i)) for i in self.target_layer_ids]
-        try:
-            with torch.inference_mode():
-                output = self.model.base_model(
-                    input_ids=input_ids,
-                    attention_mask=attention_mask,
-                    position_ids=position_ids,
-                    use_cache=False,
-                    **multimodal,
-                )
-        finally:
-            for handle in handles:
-                handle.remove()
-        last = output.last_hidden_state
-        if self.num_layers - 1 in features:
-            features[self.num_layers - 1] = last
-        # Outside inference mode again: the concatenation and the clone are ordinary tensors that autograd may save.
+            positions, attention_mask = self._packed_positions(position_ids), None
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions, **multimodal}
+        features = self._run(inputs, with_media=bool(multimodal))
+        device, last = input_ids.device, features[self.num_layers - 1]
+        # Outside inference mode again: the concatenation and the copy are ordinary tensors that autograd may save.
         return DSparkTargetBatch(
-            target_hidden_states=torch.cat([features[i] for i in self.target_layer_ids], dim=-1),
-            target_last_hidden_states=last.clone(),
+            target_hidden_states=torch.cat([features[i].to(device) for i in self.target_layer_ids], dim=-1),
+            target_last_hidden_states=last.to(device, copy=True),
             input_ids=input_ids,
             loss_mask=loss_mask,
             position_ids=position_ids,
@@ -178,22 +173,67 @@ class HFDSparkTargetModel:
             doc_remaining=doc_remaining,
         )
 
+    def _run(self, inputs: dict[str, Any], with_media: bool) -> dict[int, Tensor]:
+        """Run the backbone. Returns the features [B, S, H] by layer id, always with the last layer's."""
+        # A causal LM in the place of a text stack would run its head too. It is entered only to place other media.
+        backbone = self.decoder if self._wraps_causal_lm and not with_media else self.model.base_model
+        device = input_device(self.model.get_input_embeddings())
+        inputs = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        features: dict[int, Tensor] = {}
+        sources = {i: self._module_of(i) for i in (*self.target_layer_ids, self.num_layers - 1)}
+        handles = [source.register_forward_hook(_keep_output(features, i)) for i, source in sources.items()]
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                backbone(**inputs, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return features
+
+    def _packed_positions(self, position_ids: Tensor | None) -> Tensor:
+        """Positions [B, S] in the form in which this target's mask follows them."""
+        if position_ids is None:
+            raise ValueError("packed rows (seq_lens) need position_ids that restart in each document, got None")
+        config = self.model.config
+        check_packing(config)
+        text = config.get_text_config()
+        attention = str(getattr(text, "_attn_implementation", None))
+        if "flash" in attention and len(position_ids) > 1:
+            raise ValueError(
+                f"a batch of {len(position_ids)} packed rows cannot be run with attn_implementation {attention!r}, "
+                "which tells documents apart in a batch of 1 only: set batch_size to 1, or use 'sdpa'"
+            )
+        if "mrope_section" in (getattr(text, "rope_parameters", None) or {}):
+            # Three axes of media positions; only a fourth, in front of them, is looked at for documents.
+            return position_ids.expand(4, -1, -1)
+        return position_ids
+
     def fingerprint(self) -> str:
         """Identify the target by its weights: a short hash over a sample of every parameter, rounded to bf16.
 
         The rounding makes it the same whether the target was loaded in bf16 or in fp32.
         """
         digest = hashlib.blake2b(digest_size=8)
-        for name, parameter in self.model.named_parameters():
-            flat = parameter.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
-            digest.update(f"{name}{tuple(parameter.shape)}".encode())
-            digest.update(sample.numpy().tobytes())
+        # Tied weights count once. While they are offloaded, only the model's own list tells that they are tied.
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        names = {name for name, _ in self.model.named_parameters()} - set(tied)
+        for prefix, module in self.model.named_modules():
+            with onloaded(module):
+                for name, parameter in module.named_parameters(prefix, recurse=False):
+                    if name in names:
+                        flat = parameter.detach().flatten()
+                        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
+                        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+                        digest.update(sample.numpy().tobytes())
         return digest.hexdigest()
 
     def _module_of(self, layer_id: int) -> nn.Module:
+        """The module whose output is a feature; the last layer's comes from the final norm."""
         if layer_id == -1:
-            return self.embed_tokens
+            return self.model.get_input_embeddings()
+        if layer_id == self.num_layers - 1:
+            return cast(nn.Module, self.decoder.norm)
         return cast(nn.ModuleList, self.decoder.layers)[layer_id]
 
 
@@ -206,6 +246,24 @@ def _keep_output(features: dict[int, Tensor], layer_id: int) -> Any:
     return hook
 
 
+def check_packing(config: PretrainedConfig) -> None:
+    """Refuse targets that mix the documents of packed rows, whatever positions and masks they are given.
+
+    Args:
+        config: the target's config; the `layer_types` of its text part decide. Without any, all is plain attention.
+
+    Raises:
+        ValueError: names the kind of layer and why it mixes documents.
+    """
+    for kind in getattr(config.get_text_config(), "layer_types", None) or ():
+        if kind not in _PACKABLE_LAYERS:
+            reason = _UNPACKABLE_LAYERS.get(kind, "which are not known to keep documents apart")
+            raise ValueError(
+                f"rows cannot be packed for a {config.model_type!r} target: it has {kind!r} layers, {reason}; "
+                "train on unpacked rows"
+            )
+
+
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Find the text stack: the module that owns the decoder layers and the final norm.
 
@@ -213,79 +271,8 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
         ValueError: no such module where Hugging Face models keep it.
     """
     base = model.base_model
-    for candidate in (getattr(base, "language_model", None), base):
+    inner = getattr(base, "language_model", None)
+    for candidate in (inner, getattr(inner, "model", None), base):
         if candidate is not None and hasattr(candidate, "layers") and hasattr(candidate, "norm"):
             return cast(nn.Module, candidate)
     raise ValueError(f"{type(model).__name__} has no decoder layers where they are looked for: .layers beside .norm")
-
-
-def target_source(target: str) -> str:
-    """Resolve the name of a target: "embedded" is the tiny one that ships with the package.
-
-    Raises:
-        ValueError: a path that does not exist.
-    """
-    if target == "embedded":
-        return str(embedded_path())
-    looks_like_path = target.startswith((".", "~", os.sep)) or target.count("/") > 1
-    path = Path(target).expanduser()
-    if looks_like_path and not path.exists():
-        raise ValueError(f"target {target!r} does not exist: give a folder, a hub id such as org/name, or 'embedded'")
-    return str(path) if path.exists() else target
-
-
-def load_target_config(target: str, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read the target's config. Arguments and errors as for `load_target`."""
-    return cast(PretrainedConfig, _load(AutoConfig, target, None, trust_remote_code=trust_remote_code))
-
-
-def load_target(
-    target: str,
-    gguf_file: str | None = None,
-    dtype: torch.dtype = torch.float32,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """Load a target for capturing.
-
-    Args:
-        target: model folder, hub id, or "embedded".
-        gguf_file: name of a GGUF file inside it, for quantised checkpoints (needs the extra `gguf`).
-        dtype: of the weights.
-        trust_remote_code: whether code that comes with the model may run.
-
-    Raises:
-        ValueError: the target cannot be read; one line that names it.
-    """
-    model, info = _load(
-        AutoModelForCausalLM,
-        target,
-        gguf_file,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        ignore_mismatched_sizes=True,  # so that they come back below, with their names
-        output_loading_info=True,
-    )
-    # transformers would go on with random numbers in their place.
-    for name, saved, needed in sorted(info["mismatched_keys"]):
-        raise ValueError(
-            f"the target {target!r} has {name!r} of shape {tuple(saved)}, its config asks for {tuple(needed)}"
-        )
-    for name in sorted(info["missing_keys"]):
-        raise ValueError(f"the target {target!r} has no weights for {name!r}")
-    return cast(PreTrainedModel, model)
-
-
-def _load(auto_class: Any, target: str, gguf_file: str | None, **kwargs: Any) -> Any:
-    source = target_source(target)
-    if gguf_file is not None:
-        kwargs["gguf_file"] = gguf_file
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        return auto_class.from_pretrained(source, **kwargs)
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        file = f" (file {gguf_file!r})" if gguf_file else ""
-        raise ValueError(f"cannot read the target {target!r}{file}: {reason}") from error
-    finally:
-        hf_logging.set_verbosity(verbosity)

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from embedded_corpus import Messages, generate_rows, user_turns
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from embedded_corpus import Messages, generate_rows, user_turns
 
 SEED = 0
 CORPUS_ROWS = 24_000

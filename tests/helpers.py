@@ -78,3 +78,10 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+def assert_same(ours: torch.Tensor, expected: torch.Tensor, name: str = "values") -> None:
+    """Equal to 1e-5 of the largest entry: what fp32 leaves of one computation done in two ways."""
+    assert ours.shape == expected.shape, f"{name}: {tuple(ours.shape)} instead of {tuple(expected.shape)}"
+    error = (ours - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+    assert error <= 1e-5, f"{name} are off by {error:.1e} of the largest entry"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import dspark_lightning.split_attention as split
-from dspark_lightning.attention import block_visibility, build_attention
+from dspark_lightning.attention import FlexOrSplitAttention, block_visibility, build_attention
 from dspark_lightning.blocks import list_blocks
 from dspark_lightning.flex_attention import FlexBlockAttention
 from dspark_lightning.split_attention import SplitBlockAttention
@@ -244,6 +244,20 @@ def test_auto_takes_what_the_device_and_dropout_allow(device: str, dropout: bool
     visible = block_visibility(S, ANCHORS, KEEP, K)
     attention = build_attention("auto", blocks, lambda: visible, dropout, torch.device(device))
     assert type(attention).__name__ == f"{name}BlockAttention"
+
+
+@pytest.mark.parametrize(("head_dim", "name"), [(256, "Flex"), (257, "Split"), (512, "Split")])
+@torch.no_grad()
+def test_heads_that_flex_attention_cannot_hold_are_split(head_dim: int, name: str) -> None:
+    blocks = list_blocks(S, ANCHORS, KEEP, trim=False)
+    attention = FlexOrSplitAttention(blocks, torch.device("cpu"))
+    with seeded(0):
+        own = [torch.randn(len(blocks.rows), 2, K, head_dim) for _ in range(3)]
+        seen = [torch.randn(2, 2, S, head_dim) for _ in range(2)]
+    expected = SplitBlockAttention(blocks)(*own, *seen, scale=0.1)
+    for _ in range(2):
+        assert_close(attention(*own, *seen, scale=0.1), expected, rtol=1e-4, atol=1e-4)
+    assert type(attention._chosen).__name__ == f"{name}BlockAttention"
 
 
 def test_an_unknown_kind_is_refused() -> None:

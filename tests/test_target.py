@@ -18,14 +18,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from dspark_lightning.loading import load_target, load_target_config
 from dspark_lightning.target import (
     DSparkTargetBatch,
     HFDSparkTargetModel,
     build_target_layer_ids,
     extract_context_feature,
     find_decoder,
-    load_target,
-    load_target_config,
     validate_target_layer_ids,
 )
 from helpers import TINY, seeded, tiny_llama, tiny_qwen3

@@ -380,6 +380,12 @@ class DSparkDraft(PreTrainedModel):
             layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal with `initializer_range`, biases zero; `from_pretrained` leaves tables that are not saved to this."""
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        if module is self.rotary_emb:
+            repair_rope(module)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casting and moving keep RoPE fp32; materialising from the meta device gives it its values back."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -80,7 +80,7 @@ class MiniMaxM3DSparkModel(DSparkDraft):
         if isinstance(module, MiniMaxM3VLRMSNorm):  # transformers would start every norm at 1, which here means 2
             init.zeros_(module.weight)
         else:
-            super()._init_weights(module)  # type: ignore[no-untyped-call]
+            super()._init_weights(module)
 
 
 def build_minimax_m3_draft_config(target_config: PretrainedConfig, model_args: Any) -> MiniMaxM3VLTextConfig:

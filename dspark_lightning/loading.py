@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import transformers
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -93,7 +94,20 @@ def load_target(
         for name in sorted(info["missing_keys"]):
             raise ValueError(f"the target {target!r} has no weights for {name!r}")
         weakref.finalize(model, stack.pop_all().close)  # what lies in the folder is needed as long as the model
+    _keep_dtype_behind_norms(model)
     return cast(PreTrainedModel, model)
+
+
+def _keep_dtype_behind_norms(model: nn.Module) -> None:
+    """Norms that stay fp32 in a half-precision target hand on what they were given.
+
+    Those of DeepSeek V4 do not in every version of transformers, and the projection behind them then refuses fp32.
+    """
+    dtype = cast(PreTrainedModel, model).dtype
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if "RMSNorm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dtype != dtype:
+            module.register_forward_hook(lambda _, inputs, output: output.to(inputs[0].dtype))
 
 
 def _auto_class(target: str, gguf_file: str | None, trust_remote_code: bool) -> Any:

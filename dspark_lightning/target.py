@@ -7,6 +7,7 @@ Shapes: B samples, S sequence length, H hidden size, F feature layers, L target 
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.offload import input_device, onloaded, with_weights
+from dspark_lightning.precision import without_autocast
 
 # Kinds of layers that keep packed documents apart where position_ids restart, and why others do not.
 # (deepseek_sparse_attention is what older versions of transformers call indexed_attention.)
@@ -183,8 +185,10 @@ class HFDSparkTargetModel:
         sources = {i: self._module_of(i) for i in (*self.target_layer_ids, self.num_layers - 1)}
         handles = [source.register_forward_hook(_keep_output(features, i)) for i, source in sources.items()]
         self.model.eval()
+        # A half-precision target runs as it is served. Autocast would round its fp32 parts: routers, indexers, streams.
+        as_served = self.model.dtype in (torch.bfloat16, torch.float16)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), without_autocast(device) if as_served else nullcontext():
                 backbone(**inputs, use_cache=False)
         finally:
             for handle in handles:

@@ -283,3 +283,23 @@ def test_a_kimi_k3_config_survives_saving(tmp_path: Path) -> None:
     assert config.model_type == "kimi_linear" and config.mla_use_nope is True and config.mla_use_output_gate is True
     assert (config.activation_situ_beta, config.activation_situ_linear_beta) == (4.0, 25.0)
     assert config.q_lora_rank is None
+
+
+@pytest.mark.parametrize("family", TINY_TARGETS)
+def test_a_bf16_target_runs_as_it_is_served(family: str, tmp_path: Path) -> None:
+    """Mixed precision wraps the step in autocast, which would also round what such a target computes in fp32."""
+    build_tiny_target(family).save_pretrained(tmp_path)
+    target = HFDSparkTargetModel(load_target(str(tmp_path), dtype=torch.bfloat16), EVERY_KIND)
+    plain = capture(target, token_ids())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = capture(target, token_ids())
+    assert plain.target_hidden_states.dtype == torch.bfloat16
+    assert torch.equal(mixed.target_hidden_states, plain.target_hidden_states)
+    assert torch.equal(mixed.target_last_hidden_states, plain.target_last_hidden_states)
+
+
+def test_an_fp32_target_follows_autocast() -> None:
+    target = captured(build_tiny_target("qwen3"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = capture(target, token_ids())
+    assert not torch.equal(mixed.target_hidden_states, capture(target, token_ids()).target_hidden_states)

@@ -17,7 +17,7 @@ from dspark_lightning import DSparkModule, load_pretrained_draft
 from dspark_lightning.cli import main, run_lightning
 from dspark_lightning.embedded import embedded_path
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
 SMALL = {
     "model.init_args.num_draft_layers": 1,
     "model.init_args.block_size": 4,
@@ -47,7 +47,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_configuration_builds_without_weights(path: Path, in_tmp: Path) -> None:
     args = ["--config", str(path), "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.precision=32-true"]
     cli = run_lightning(args, run=False)

@@ -1,9 +1,11 @@
-"""The README's Python runs as it stands, and its commands name what exists."""
+"""The README's Python runs as it stands, and the commands and tables of all pages name what exists."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from dspark_lightning import DSPARK_DRAFT_REGISTRY
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,8 +23,24 @@ def test_the_example_for_a_lightning_project_runs(
     assert (tmp_path / "drafts/dspark-draft/model.safetensors").exists()
 
 
-def test_links_and_configurations_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    configs = re.findall(r"--config (configs/\S+\.yaml)", README)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_configurations_exist(page: Path) -> None:
+    links = [page.parent / link for link in re.findall(r"\]\(([^)#]+)\)", page.read_text())]
+    configs = [ROOT / path for path in re.findall(r"--config (configs/\S+\.yaml)", page.read_text())]
     assert links and configs
-    assert [path for path in links + configs if not (ROOT / path).exists()] == []
+    assert [path for path in links + configs if not path.exists()] == []
+
+
+def test_the_table_of_targets_is_complete() -> None:
+    """Every family's row names its classes, every type that is dispatched on is there, and every configuration."""
+    table = (ROOT / "docs" / "targets.md").read_text()
+    specs = set(DSPARK_DRAFT_REGISTRY.values())
+    assert len(specs) >= 6
+    for spec in specs:
+        if spec.model_class.__module__.startswith("dspark_lightning."):
+            assert f"`{spec.model_class.__name__}`, `{spec.model_class.__name__.removesuffix('Model')}`" in table
+    configs = {str(path.relative_to(ROOT / "configs").with_suffix("")) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert [name for name in configs - {"quickstart"} if f"`{name}`" not in table] == []

@@ -7,7 +7,7 @@ limit).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ class Chat:
     """A conversation with at least one assistant turn.
 
     Attributes:
-        messages: Turns with `role`, `content` (text) and whatever else the chat template reads (`tool_calls`, ...).
+        messages: Turns with `role`, `content` (text, or parts for a vision-language target) and whatever else the
+            chat template reads (`tool_calls`, ...).
         truncated: The last assistant turn was cut at a token limit: its target never wrote an end-of-turn token.
         tools: JSON schemas of the tools offered, or None.
     """
@@ -45,8 +46,16 @@ class TokenRow:
     loss_mask: list[int]
 
 
-def parse_row(record: object) -> Chat | TokenRow:
+ReadContent = Callable[[object, str], Any]
+"""From the content of a turn and its role to what the chat template is given as `content`."""
+
+
+def parse_row(record: object, read_content: ReadContent | None = None) -> Chat | TokenRow:
     """Bring one record into normal form.
+
+    Args:
+        record: One row, as it was read.
+        read_content: Checks and converts the content of each turn. Default: only text is taken.
 
     Raises:
         BadRow: The record has none of the formats, an unknown role, content that is not text, or no assistant turn.
@@ -56,7 +65,7 @@ def parse_row(record: object) -> Chat | TokenRow:
     record = {key: value for key, value in record.items() if value is not None}
     if "input_ids" in record:
         return _token_row(record)
-    messages = [_message(turn) for turn in _turns(record)]
+    messages = [_message(turn, read_content or _text) for turn in _turns(record)]
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow(f"no assistant turn; the roles are {[message['role'] for message in messages]}")
     truncated = record.get("truncated", False)
@@ -94,7 +103,7 @@ def _turns(record: Mapping[str, Any]) -> Sequence[Any]:
     )
 
 
-def _message(turn: object) -> Message:
+def _message(turn: object, read_content: ReadContent) -> Message:
     if not isinstance(turn, Mapping):
         raise BadRow(f"a turn must be an object with role and content, got {_short(turn)}")
     message: Message = {key: _without_nulls(value) for key, value in turn.items() if value is not None}
@@ -104,7 +113,7 @@ def _message(turn: object) -> Message:
     role = message.get("role")
     if role not in _ROLES:
         raise BadRow(f"unknown role {role!r}; known are {', '.join(_ROLES)} (in from/value rows also human, gpt)")
-    message["content"] = _text(message.get("content", "" if "tool_calls" in message else None), role)
+    message["content"] = read_content(message.get("content", "" if "tool_calls" in message else None), role)
     return message
 
 

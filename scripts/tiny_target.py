@@ -84,7 +84,8 @@ def tiny_qwen3_moe(vocab_size: int) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocab_size, **sizes, tie_word_embeddings=False))
 
 
-def _gemma4_text(vocab_size: int, keys_are_values: bool) -> dict[str, Any]:
+def gemma4_text(vocab_size: int, keys_are_values: bool) -> dict[str, Any]:
+    """The text part of a Gemma 4 config."""
     return {
         **SIZES,
         **GROUPED_HEADS,
@@ -114,7 +115,7 @@ def _gemma4_without_towers(vocab_size: int) -> dict[str, Any]:
 
 
 def _gemma4(vocab_size: int, keys_are_values: bool) -> PreTrainedModel:
-    text = _gemma4_text(vocab_size, keys_are_values) | {
+    text = gemma4_text(vocab_size, keys_are_values) | {
         "enable_moe_block": False,
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": vocab_size,
@@ -134,7 +135,7 @@ def tiny_gemma4_noeq(vocab_size: int) -> PreTrainedModel:
 
 def tiny_gemma4_unified(vocab_size: int) -> PreTrainedModel:
     """`tiny_gemma4` in the class of the models that read every medium without towers."""
-    text = _gemma4_text(vocab_size, keys_are_values=True)
+    text = gemma4_text(vocab_size, keys_are_values=True)
     config = Gemma4UnifiedConfig(text_config=text, **_gemma4_without_towers(vocab_size))
     return Gemma4UnifiedForConditionalGeneration(config)
 
@@ -188,7 +189,8 @@ def tiny_glm_moe_dsa(vocab_size: int) -> PreTrainedModel:
     return GlmMoeDsaForCausalLM(config)
 
 
-def _minimax_m3_text(vocab_size: int) -> dict[str, Any]:
+def minimax_m3_text(vocab_size: int) -> dict[str, Any]:
+    """The text part of a MiniMax M3 config."""
     return {
         **SIZES,
         **GROUPED_HEADS,
@@ -221,7 +223,7 @@ def tiny_minimax_m3_vl(vocab_size: int) -> PreTrainedModel:
         "patch_size": 14,
     }
     config = MiniMaxM3VLConfig(
-        text_config=_minimax_m3_text(vocab_size),
+        text_config=minimax_m3_text(vocab_size),
         vision_config=tower,
         projector_hidden_size=64,
         image_token_index=vocab_size - 2,
@@ -232,7 +234,7 @@ def tiny_minimax_m3_vl(vocab_size: int) -> PreTrainedModel:
 
 def tiny_minimax_m3_text(vocab_size: int) -> PreTrainedModel:
     """The text stack of `tiny_minimax_m3_vl` alone."""
-    return MiniMaxM3VLForCausalLM(MiniMaxM3VLTextConfig(**_minimax_m3_text(vocab_size)))
+    return MiniMaxM3VLForCausalLM(MiniMaxM3VLTextConfig(**minimax_m3_text(vocab_size)))
 
 
 def tiny_kimi_linear(vocab_size: int) -> PreTrainedModel:
@@ -339,12 +341,12 @@ def build_tiny_target(family: str, vocab_size: int = 256, seed: int = 0) -> PreT
         torch.manual_seed(seed)
         model = TINY_TARGETS[family](vocab_size)
         model.eval()
-        _spread_logits(model, torch.randint(vocab_size - 8, (4, 64)))
+        spread_logits(model, torch.randint(vocab_size - 8, (4, 64)))
     return model
 
 
 @torch.no_grad()
-def _spread_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def spread_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
     """Scale what makes the logits until their standard deviation over `input_ids` [B, S] is `LOGITS_STD`."""
     head = cast(torch.nn.Module, model.get_output_embeddings())
     weight = cast(torch.Tensor, head.weight)

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -16,8 +17,9 @@ from dspark_lightning.datamodules.preview import preview
 from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import ResumableSampler, RowLoader
 from dspark_lightning.datamodules.settings import Settings, resolve_settings
-from dspark_lightning.datamodules.source import load_source
+from dspark_lightning.datamodules.source import Source, load_source
 from dspark_lightning.datamodules.tokenizer import load_tokenizer
+from dspark_lightning.embedded import embedded_data
 
 
 class ChatDataModule(LightningDataModule):
@@ -34,8 +36,9 @@ class ChatDataModule(LightningDataModule):
     `gguf_file` from its target, `mask_token_id`, `min_supervised_tokens` from block_size, `seed`.
 
     Args:
-        train_data: Path or glob of .jsonl, .json or .parquet files, "embedded" (rows that ship with the package), or
-            a hub id, `org/name` or `org/name:config`. Row formats: see `dspark_lightning.datamodules.rows`.
+        train_data: Path or glob of .jsonl, .json or .parquet files, "embedded" (rows that ship with the package), a
+            hub id, `org/name` or `org/name:config`, or the import path of a function that returns a sequence of rows,
+            `package.module:function`. Row formats: see `dspark_lightning.datamodules.rows`.
         val_data: Validation rows, likewise ("embedded": the held-out ones). Training rows identical to one of them are
             left out. Default: train_data if val_split is given, else none.
         train_split: Split of train_data, with an optional slice: "train[:370]". Files have the one split "train".
@@ -186,12 +189,18 @@ class ChatDataModule(LightningDataModule):
             rank_zero_info(f"The first row, its supervised part between ⟦ and ⟧:\n{self.preview()}")
 
     def _read(self, argument: str, data: str, split: str, embedded_split: Literal["train", "heldout"]) -> RowSet:
-        source = load_source(argument, data, split, embedded_split)
-        table = self._encoder.encode(source)
-        rows = RowSet.from_table(f"{argument} {source.name}", table, self._settings.min_supervised_tokens)
+        source = load_source(argument, data, split, self._embedded_data(embedded_split))
+        rows = self._new_rows(f"{argument} {source.name}", source).usable(self._settings.min_supervised_tokens)
         for error in rows.errors(3):
             rank_zero_warn(f"skipped {error}")
         return rows
+
+    def _embedded_data(self, split: Literal["train", "heldout"]) -> Path:
+        return embedded_data(split)
+
+    def _new_rows(self, name: str, source: Source) -> RowSet:
+        table = self._encoder.encode(source)
+        return RowSet(name, table, np.arange(len(table)))
 
     def _keep(self, side: str, rows: RowSet) -> None:
         rank_zero_info(rows.summary())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import transformers
 from datasets import Dataset, Features, Sequence, Value
 
@@ -27,7 +28,10 @@ FEATURES = Features(
         "error": Value("string"),  # the place of a malformed row and what is wrong; "" for a good one
     }
 )
-_EMPTY: Encoded = (np.empty(0, np.int32), np.empty(0, np.uint8))
+EncodedRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], bool]
+"""Token ids and loss mask of a row, both [tokens], and whether it was cut."""
+
+_EMPTY: EncodedRow = (np.empty(0, np.int32), np.empty(0, np.uint8), False)
 
 
 @dataclass(frozen=True)
@@ -70,44 +74,63 @@ class RowEncoder:
 
     def _fingerprint(self, source: Source) -> str:
         # Not the one that `datasets` would take, which does not always tell one tokenizer from another.
-        origin = [source.table._fingerprint, source.is_json, hashlib.blake2b(source.row_ids.tobytes()).hexdigest()]
+        origin = [source.fingerprint, source.is_json, hashlib.blake2b(source.row_ids.tobytes()).hexdigest()]
         settings = [self.max_length, self.mask_token_id, self.max_bad_rows, transformers.__version__]
-        code = [inspect.getsource(module) for module in (loss_mask, rows, sys.modules[__name__])]
-        state = json.dumps([origin, settings, code, self.renderer.state()], sort_keys=True, default=str)
+        state = json.dumps([origin, settings, self._state()], sort_keys=True, default=str)
         return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
+
+    def _state(self) -> list[Any]:
+        """What the encoding of a record depends on, its code included."""
+        code = [inspect.getsource(module) for module in (loss_mask, rows, sys.modules[__name__])]
+        return [code, self.renderer.state()]
 
     def _encode_batch(
         self, source: Source, batch: dict[str, list[Any]], row_ids: list[int], bad: list[int]
     ) -> dict[str, list[Any]]:
-        encoded: dict[int, Encoded] = {}  # in the order of the rows
-        chats: dict[int, tuple[str, list[Span]]] = {}
-        errors: dict[int, str] = {}
+        records: dict[int, object] = {}  # in the order of the rows, without blank ones
+        results: dict[int, EncodedRow | BadRow] = {}
         for i, row_id in enumerate(row_ids):
             try:
-                if (record := source.record(batch, i)) is None:
-                    continue
-                encoded[row_id] = _EMPTY
+                if (record := source.record(batch, i)) is not None:
+                    records[row_id] = record
+            except BadRow as error:
+                records[row_id], results[row_id] = None, error
+        unread = {row_id: record for row_id, record in records.items() if row_id not in results}
+        results |= self._encode_records(unread, source)
+        table_rows = [self._table_row(source, row_id, results[row_id], bad) for row_id in records]
+        return {name: [row[name] for row in table_rows] for name in FEATURES}
+
+    def _encode_records(self, records: dict[int, object], source: Source) -> dict[int, EncodedRow | BadRow]:
+        """Encode records, by row id; all at once, which is faster."""
+        results: dict[int, EncodedRow | BadRow] = {}
+        chats: dict[int, tuple[str, list[Span]]] = {}
+        for row_id, record in records.items():
+            try:
                 row = parse_row(record)
                 if isinstance(row, TokenRow):
-                    encoded[row_id] = self._token_row(row)
+                    results[row_id] = self._cut(self._token_row(row))
                 else:
                     chats[row_id] = self.renderer.render(row)
             except BadRow as error:
-                encoded[row_id] = _EMPTY
-                errors[row_id] = f"{source.place(row_id)}: {error}"
-                bad.append(row_id)
-                if len(bad) > self.max_bad_rows:
-                    raise ValueError(
-                        f"{errors[row_id]} ({len(bad)} bad rows, max_bad_rows {self.max_bad_rows})"
-                    ) from error
+                results[row_id] = error
             except ValueError as error:
                 raise ValueError(f"{source.place(row_id)}: {error}") from error
-        encoded.update(zip(chats, self.renderer.encode(list(chats.values())), strict=True))
-        table_rows = [self._table_row(source, row_id, pair, errors.get(row_id, "")) for row_id, pair in encoded.items()]
-        return {name: [row[name] for row in table_rows] for name in FEATURES}
+        encoded = self.renderer.encode(list(chats.values()))
+        return results | {row_id: self._cut(pair) for row_id, pair in zip(chats, encoded, strict=True)}
 
-    def _table_row(self, source: Source, row_id: int, encoded: Encoded, error: str) -> dict[str, Any]:
-        ids, mask = (array[: self.max_length] for array in encoded)
+    def _cut(self, encoded: Encoded) -> EncodedRow:
+        ids, mask = encoded
+        return ids[: self.max_length], mask[: self.max_length], len(ids) > self.max_length
+
+    def _table_row(self, source: Source, row_id: int, result: EncodedRow | BadRow, bad: list[int]) -> dict[str, Any]:
+        error = ""
+        if isinstance(result, BadRow):
+            error = f"{source.place(row_id)}: {result}"
+            bad.append(row_id)
+            if len(bad) > self.max_bad_rows:
+                raise ValueError(f"{error} ({len(bad)} bad rows, max_bad_rows {self.max_bad_rows})") from result
+            result = _EMPTY
+        ids, mask, cut = result
         masked = np.flatnonzero(ids == self.mask_token_id)
         if len(masked):
             token = self.renderer.tokenizer.convert_ids_to_tokens(self.mask_token_id)
@@ -120,7 +143,7 @@ class RowEncoder:
             "input_ids": ids,
             "loss_mask": mask,
             "supervised": int(mask.sum()),
-            "cut": len(encoded[0]) > self.max_length,
+            "cut": cut,
             "digest": int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little", signed=True),
             "error": error,
         }

@@ -144,6 +144,19 @@ class ChatRenderer:
             raise BadRow("the text holds half of a surrogate pair, which is no character")
         return text, spans
 
+    def render_prompt(self, messages: list[Message]) -> str:
+        """Render turns that no answer follows.
+
+        Raises:
+            BadRow: The template refuses them.
+        """
+        return self._render(messages, None)
+
+    def encode_text(self, text: str) -> list[tuple[int, Span]]:
+        """Token ids of a rendering, each with its place in the text."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return list(zip(encoding.ids, encoding.offsets, strict=True))
+
     def _turns_by_tag(self, chat: Chat) -> tuple[str, list[_Turn]]:
         text, spans = self._render_tagged(chat.messages, chat.tools)
         if not spans:

@@ -1,8 +1,8 @@
 """The rows to train or validate on: which of a table are kept, why others are not, and none on both sides."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,29 +29,27 @@ class RowSet(TorchDataset[dict[str, torch.Tensor]]):
     kept: npt.NDArray[np.int64]
     dropped: Mapping[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def from_table(cls, name: str, table: Dataset, min_supervised_tokens: int) -> "RowSet":
-        """All good rows with at least so many supervised tokens."""
-        rows = cls(name, table, np.arange(len(table)))
-        rows = rows.without(rows.column("error") != "", "malformed")
+    def usable(self, min_supervised_tokens: int) -> Self:
+        """The good rows with at least so many supervised tokens."""
+        rows = self.without(self.column("error") != "", "malformed")
         return rows.without(
             rows.column("supervised") < min_supervised_tokens, f"under {min_supervised_tokens} supervised tokens"
         )
 
-    def without(self, drop: npt.NDArray[np.bool_], reason: str) -> "RowSet":
+    def without(self, drop: npt.NDArray[np.bool_], reason: str) -> Self:
         """The rows for which `drop` [len(self)] is False; the others are counted under `reason`."""
-        return RowSet(self.name, self.table, self.kept[~drop], {**self.dropped, reason: int(drop.sum())})
+        return replace(self, kept=self.kept[~drop], dropped={**self.dropped, reason: int(drop.sum())})
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """A column of scalars, of the kept rows."""
         column: npt.NDArray[Any] = self.table.data.column(name).to_numpy()
         return column[self.kept]
 
-    def without_rows_of(self, other: "RowSet") -> "RowSet":
+    def without_rows_of(self, other: "RowSet") -> Self:
         """The rows whose token ids no row of `other` has."""
         return self.without(np.isin(self.column("digest"), other.column("digest")), "identical to a validation row")
 
-    def split(self, fraction: float) -> tuple["RowSet", "RowSet"]:
+    def split(self, fraction: float) -> tuple[Self, Self]:
         """Training rows and validation rows, about `fraction` of them.
 
         The side of a row follows from a hash of its token ids: equal rows fall on one side, and neither order nor

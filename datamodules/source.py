@@ -1,24 +1,28 @@
-"""Where rows come from: JSON Lines, JSON or parquet files, the embedded rows, or a data set of the Hugging Face hub.
+"""Where rows come from: JSON Lines, JSON or parquet files, the embedded rows, a data set of the hub, or a function.
 
 JSON Lines are read as lines of text and decoded row by row: a schema guessed from the first rows would refuse, or
 fill up, rows that differ, and a malformed line could not be named.
 """
 
 import glob
+import importlib
 import json
 import os
-from collections.abc import Callable
+import re
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, cast
 
 import numpy as np
-from datasets import Dataset, ReadInstruction, load_dataset
+from datasets import Dataset, Image, List, ReadInstruction, load_dataset
 
 from dspark_lightning.datamodules.rows import BadRow
 from dspark_lightning.embedded import embedded_data
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,14 @@ class Source:
     table: Dataset
     row_ids: np.ndarray[Any, np.dtype[np.int64]]
     place: Callable[[int], str]
-    is_json: bool
+    is_json: bool = False
+    folder: Path | None = None  # where relative paths in the rows start
+    rows: Sequence[Any] | None = None  # of a function; the table then only counts them
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same rows; new each time for what a function returns."""
+        return uuid.uuid4().hex if self.rows is not None else str(self.table._fingerprint)
 
     def record(self, batch: dict[str, list[Any]], i: int) -> object:
         """Row i of a batch of the table; None for a blank line.
@@ -44,6 +55,8 @@ class Source:
         Raises:
             BadRow: The line is not JSON.
         """
+        if self.rows is not None:
+            return cast(object, self.rows[batch["index"][i]])
         if not self.is_json:
             return {column: values[i] for column, values in batch.items()}
         line = batch["text"][i].strip("\ufeff \t\r\n")
@@ -55,19 +68,23 @@ class Source:
             raise BadRow("not a row: JSON nested too deeply") from error
 
 
-def load_source(argument: str, data: str, split: str, embedded_split: Literal["train", "heldout"] = "train") -> Source:
+def load_source(argument: str, data: str, split: str, embedded: Path | None = None) -> Source:
     """Open the rows that `data` names.
 
     Args:
         argument: Name of the argument that `data` was given as, for errors.
-        data: Path or glob of .jsonl, .json or .parquet files, "embedded", or a hub id, `org/name` or `org/name:config`.
-        split: Split with an optional slice, such as "train[:370]" or "train[:10%]"; files have the one split "train".
-        embedded_split: What "embedded" stands for.
+        data: Path or glob of .jsonl, .json or .parquet files, "embedded", a hub id, `org/name` or `org/name:config`, or
+            the import path of a function without arguments that returns a sequence of rows, `package.module:function`.
+        split: Split with an optional slice, such as "train[:370]" or "train[:10%]"; files and functions have the one
+            split "train".
+        embedded: What "embedded" stands for. Default: the training chats of the embedded target.
 
     Raises:
         ValueError: Nothing can be read there, there are no rows, or the split is not there; one line.
     """
-    path = os.path.expanduser(str(embedded_data(embedded_split)) if data == "embedded" else data)
+    embedded = embedded or embedded_data("train")
+    path = os.path.expanduser(str(embedded) if data == "embedded" else data)
+    rows: Sequence[Any] | None = None
     if os.path.isfile(path):  # also one whose name holds characters that a glob reads
         files = [path]
     else:
@@ -76,6 +93,9 @@ def load_source(argument: str, data: str, split: str, embedded_split: Literal["t
     try:
         if files:
             table, place = _load_files(files, split_name)
+        elif _FUNCTION.fullmatch(data):
+            rows = _call_function(data, split_name)
+            table, place = Dataset.from_dict({"index": range(len(rows))}), lambda row: f"{data} row {row + 1}"
         else:
             _refuse_missing_file(path)
             table, place = _load_hub(path, split_name), lambda row: f"{data}, {split_name} row {row + 1}"
@@ -87,9 +107,30 @@ def load_source(argument: str, data: str, split: str, embedded_split: Literal["t
         raise ValueError(f"{argument} {data!r}: split {split!r} holds no row of {len(table)}")
     if len(row_ids) < len(table):
         table = table.select(row_ids)
-    name = f"embedded {embedded_split}" if data == "embedded" else data
+    name = f"embedded {embedded.stem}" if data == "embedded" else data
     is_json = bool(files) and not files[0].endswith(".parquet")
-    return Source(f"{name} [{split}]", table, row_ids, place, is_json)
+    folder = Path(files[0]).parent if files else None
+    return Source(f"{name} [{split}]", _undecoded(table), row_ids, place, is_json, folder, rows)
+
+
+def _call_function(data: str, split: str) -> Sequence[Any]:
+    if split != "train":
+        raise ValueError("a function has the one split 'train'")
+    module, _, function = data.partition(":")
+    rows = getattr(importlib.import_module(module), function)()
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+        raise ValueError(f"must return a sequence of rows, got {type(rows).__name__}")
+    return cast(Sequence[Any], rows)
+
+
+def _undecoded(table: Dataset) -> Dataset:
+    """The table with its pictures as they are stored: whoever needs the pixels decodes them, row by row."""
+    for name, feature in table.features.items():
+        if isinstance(feature, Image):
+            table = table.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            table = table.cast_column(name, List(Image(decode=False)))
+    return table
 
 
 def _load_files(files: list[str], split: str) -> tuple[Dataset, Callable[[int], str]]:

@@ -14,6 +14,7 @@ from dspark_lightning.anchors import (
     create_position_ids,
     sample_anchor_positions,
 )
+from dspark_lightning.datamodules.vlm_collate import dspark_vlm_collate_fn
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.deepseek_v4 import DeepseekV4DSparkModel, build_deepseek_v4_draft_config
 from dspark_lightning.drafts.gemma4 import Gemma4DSparkModel, build_gemma4_draft_config
@@ -99,6 +100,7 @@ __all__ = [
     "context_doc_ids",
     "create_noise_embed",
     "create_position_ids",
+    "dspark_vlm_collate_fn",
     "export_draft",
     "extract_context_feature",
     "load_pretrained_draft",

@@ -114,6 +114,8 @@ def serving_config(draft: DSparkDraft) -> dict[str, Any]:
         "rope_theta": rope.get("rope_theta"),
         "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} if scaled else None,
     }
+    if draft.rope_label is not None:  # beside a table for each kind of layer transformers would take it for one more
+        del config["rope_scaling"]
     return config
 
 
@@ -154,8 +156,16 @@ def load_draft_weights(draft: DSparkDraft, path: str | Path) -> None:
     """Start a draft from an exported folder's weights; embedding and head stay those of the target.
 
     Raises:
-        ValueError: the folder cannot be read, or its weights do not fit the draft.
+        ValueError: the folder cannot be read, or holds a draft of another family, for other features, or with other
+            heads; names the field and both values.
     """
+    saved, own_config = _read_config(Path(path)), draft.config.to_dict()
+    for field in ("architectures", "target_layer_ids", "num_hidden_layers", "markov_rank", "markov_head_type"):
+        if saved.get(field) != own_config[field]:
+            raise ValueError(
+                f"draft_init {str(path)!r} has {field} {saved.get(field)!r}, this draft has {own_config[field]!r}: "
+                "start from a draft of the same kind"
+            )
     state = _read_weights(Path(path))
     own = {name: tensor for name, tensor in draft.state_dict().items() if name in _FROM_TARGET}
     _load_strict(draft, state | own, Path(path))

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from dspark_lightning.embedded import embedded_path
-from dspark_lightning.offload import check_device_map
+from dspark_lightning.offload import check_device_map, check_placed_modules
 
 
 def target_source(target: str) -> str:
@@ -86,6 +86,7 @@ def load_target(
             output_loading_info=True,
             offload_folder=folder,
         )
+        check_placed_modules(device_map, model)
         # transformers would go on with random numbers in their place.
         for name, saved, needed in sorted(info["mismatched_keys"]):
             raise ValueError(

@@ -28,7 +28,7 @@ from dspark_lightning.loading import load_target, load_target_config
 from dspark_lightning.loss import EPS, check_loss_arguments, compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.schedule import warmup_cosine
-from dspark_lightning.target import HFDSparkTargetModel
+from dspark_lightning.target import HFDSparkTargetModel, is_right_padded
 
 # Lightning finds the hook below worth a warning wherever a datamodule is used; nothing is wrong with that.
 warnings.filterwarnings("ignore", message=r".*overridden `on_before_batch_transfer` in `LightningModule`")
@@ -184,7 +184,10 @@ class DSparkModule(LightningModule):
     def _resolve_spec(self, config: PretrainedConfig) -> DraftSpec:
         spec = resolve_dspark_draft_spec([*(config.architectures or ()), config.model_type])
         if self.spec is not None and spec is not self.spec:
-            raise ValueError(f"{type(self).__name__} does not serve a {config.model_type!r} target: use DSparkModule")
+            other = spec.model_class.__name__.removesuffix("Model")
+            raise ValueError(
+                f"{type(self).__name__} does not serve a {config.model_type!r} target: use {other} or DSparkModule"
+            )
         return spec
 
     def configure_callbacks(self) -> list[Callback]:
@@ -270,7 +273,8 @@ class DSparkModule(LightningModule):
         """Capture the target's features for a batch and draft its blocks.
 
         Args:
-            batch: input_ids, attention_mask, loss_mask [B, S] and row_id [B].
+            batch: input_ids, attention_mask, loss_mask [B, S] and row_id [B]; for a vision-language target also what
+                its processor returns beside them.
             epoch: which draw of anchors; validation uses 0.
             output: see the draft's `forward`.
 
@@ -295,11 +299,12 @@ class DSparkModule(LightningModule):
         used = max(1, int(keep.sum(dim=-1).max()))  # places that no row fills would cost the heads full compute
         captured = self.target.generate_batch(
             batch["input_ids"],
-            None if _is_right_padded(cpu["attention_mask"]) else batch["attention_mask"],
+            None if is_right_padded(cpu["attention_mask"]) else batch["attention_mask"],
             cpu["loss_mask"],
             batch.get("position_ids"),
             cpu.get("seq_lens"),
             cpu.get("doc_remaining"),
+            **{name: values for name, values in batch.items() if name in self.target.media_arguments},
         )
         drafted: DSparkForwardOutput | DSparkHiddenOutput = self.draft(
             **vars(captured),
@@ -355,8 +360,3 @@ class _OnCpu:
     def __init__(self, batch: dict[str, Any]) -> None:
         names = ("row_id", "loss_mask", "attention_mask", "seq_lens", "doc_remaining")
         self.tensors: dict[str, Tensor] = {name: batch[name].cpu() for name in names if name in batch}
-
-
-def _is_right_padded(attention_mask: Tensor) -> bool:
-    """Whether padding [B, S] only follows real tokens; no causal target then sees it, and needs no mask."""
-    return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())

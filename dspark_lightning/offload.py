@@ -22,11 +22,24 @@ def check_device_map(device_map: str | dict[str, int | str]) -> None:
     """
     if not is_accelerate_available():
         raise ValueError(f"device_map {device_map!r} needs the package accelerate: pip install accelerate")
-    if not device_map or device_map == "meta":
+    if not device_map or "meta" in (device_map.values() if isinstance(device_map, dict) else (device_map,)):
         raise ValueError(
             f"device_map {device_map!r} gives the target no device: must be 'auto', a device such as 'cuda:0', "
             "or a mapping from module names to devices"
         )
+
+
+def check_placed_modules(device_map: object, model: nn.Module) -> None:
+    """Refuse a mapping that names modules the target does not have: accelerate would pass over them.
+
+    Raises:
+        ValueError: names the module, and those there are at the top.
+    """
+    names = {name for name, _ in (*model.named_modules(), *model.named_parameters())}
+    for name in device_map if isinstance(device_map, dict) else ():
+        if name not in names:
+            tops = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(f"device_map places {name!r}, which {type(model).__name__} does not have: it has {tops}")
 
 
 @contextmanager
@@ -36,7 +49,13 @@ def onloaded(module: nn.Module) -> Iterator[None]:
     if hook is None:
         yield
         return
-    hook.pre_forward(module)
+    try:
+        hook.pre_forward(module)
+    except KeyError as error:
+        raise ValueError(
+            f"device_map offloads {error.args[0]!r}, which shares its memory with another weight and is not stored by "
+            "itself: place both on one device"
+        ) from error
     try:
         yield
     finally:

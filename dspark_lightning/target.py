@@ -6,9 +6,11 @@ Shapes: B samples, S sequence length, H hidden size, F feature layers, L target 
 """
 
 import hashlib
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from dspark_lightning.precision import without_autocast
 # Kinds of layers that keep packed documents apart where position_ids restart, and why others do not.
 # (deepseek_sparse_attention is what older versions of transformers call indexed_attention.)
 _PACKABLE_LAYERS = ("full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention")
+_NOT_MEDIA = ("inputs_embeds", "past_key_values", "cache", "cache_position", "use_cache", "labels", "kwargs")
 _UNPACKABLE_LAYERS = {
     "compressed_sparse_attention": "whose compressor windows span documents",
     "heavily_compressed_attention": "whose compressor windows span documents",
@@ -127,6 +130,12 @@ class HFDSparkTargetModel:
         self.num_layers = len(cast(nn.ModuleList, self.decoder.layers))
         self.target_layer_ids = validate_target_layer_ids(target_layer_ids, self.num_layers)
 
+    @cached_property
+    def media_arguments(self) -> frozenset[str]:
+        """What the target's backbone takes beside text: pixel values, grids, token types, ..."""
+        taken = set(inspect.signature(self.model.base_model.forward).parameters)
+        return frozenset(taken - {"self", "input_ids", "attention_mask", "position_ids", *_NOT_MEDIA})
+
     @property
     def embed_tokens(self) -> nn.Module:
         """The target's token embedding; where its weight is offloaded, a copy that holds it."""
@@ -150,7 +159,18 @@ class HFDSparkTargetModel:
         """Run the target's backbone once and collect its features.
 
         For packed rows (`seq_lens` given) the documents are told apart by `position_ids`, which restart in each
-        document, and no attention mask is passed: a 2-D mask beside them would let documents see each other.
+        document, and no attention mask is passed: a 2-D mask beside them would let documents see each other. Nor is
+        one passed beside media when it only hides tokens at the end of rows, which no other position sees: a hidden
+        picture would shift the pictures of the following rows in targets that count them by the mask.
+
+        Args:
+            input_ids: token ids.
+            attention_mask: 0 = not a real token.
+            loss_mask: handed on.
+            position_ids: inside the documents of packed rows; None leaves positions to the target.
+            seq_lens: document lengths of packed rows.
+            doc_remaining: handed on.
+            **multimodal: whatever else the target's processor returned: pixels, grids, token types.
 
         Returns:
             the features, on the device of `input_ids` wherever the target's layers are.
@@ -161,6 +181,8 @@ class HFDSparkTargetModel:
         positions = position_ids
         if seq_lens is not None:
             positions, attention_mask = self._packed_positions(position_ids), None
+        elif multimodal and attention_mask is not None and is_right_padded(attention_mask):
+            attention_mask = None
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions, **multimodal}
         features = self._run(inputs, with_media=bool(multimodal))
         device, last = input_ids.device, features[self.num_layers - 1]
@@ -239,6 +261,11 @@ class HFDSparkTargetModel:
         if layer_id == self.num_layers - 1:
             return cast(nn.Module, self.decoder.norm)
         return cast(nn.ModuleList, self.decoder.layers)[layer_id]
+
+
+def is_right_padded(attention_mask: Tensor) -> bool:
+    """Whether padding [B, S] only follows real tokens; no causal target then sees it, and needs no mask."""
+    return bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all())
 
 
 def _keep_output(features: dict[int, Tensor], layer_id: int) -> Any:

@@ -275,7 +275,10 @@ def test_arguments_come_from_attributes_too() -> None:
         ({"target_layer_ids": [2, 1]}, "strictly increasing"),
         ({"target_layer_ids": [6]}, r"\[6\] must lie in -1\.\.5"),
         ({"target_layer_ids": [0.5]}, r"\[0\.5\]"),
-        ({"num_draft_layers": 6}, "6 feature layers from a target of 6 layers"),
+        (
+            {"num_draft_layers": 6},
+            "num_draft_layers 6 asks for as many feature layers, but the target has only 6 layers",
+        ),
         ({"mask_token": 3}, "unknown draft argument 'mask_token'.*mask_token_id"),
     ],
 )

@@ -342,8 +342,11 @@ def test_starting_weights_leave_the_targets_embedding(folder: Path) -> None:
 
 
 def test_starting_weights_must_fit(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"'fc\.weight' has shape \(32, 64\).*needs \(32, 96\)"):
+    with pytest.raises(ValueError, match=r"has target_layer_ids \[1, 3\], this draft has \[0, 1, 2\]"):
         load_draft_weights(make_draft(target_layer_ids=[0, 1, 2]), folder)
+    wider = build_draft_model(tiny_qwen3_config(intermediate_size=72), **ARGS)
+    with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.down_proj\.weight' has shape .* the draft needs"):
+        load_draft_weights(wider, folder)
 
 
 def test_serve_command() -> None:

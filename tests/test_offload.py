@@ -121,6 +121,7 @@ def test_rewritten_weights_go_with_the_target(
         ({"": "floppy"}, r"\(device_map \{'': 'floppy'\}\): .* floppy"),
         ({}, r"^device_map \{\} gives the target no device: must be 'auto', a device such as 'cuda:0', or a mapping"),
         ("meta", r"^device_map 'meta' gives the target no device: must be 'auto'"),
+        ({"model": "cpu", "lm_head": "meta"}, r"^device_map \{.*\} gives the target no device"),
     ],
 )
 def test_a_wrong_device_map_is_explained(device_map: Any, message: str) -> None:
@@ -219,3 +220,15 @@ def test_a_placed_target_is_not_moved(device_map: str | None, dispatched: bool, 
 
     Bringing("tiny", mask_token_id=5, num_draft_layers=1, device_map=device_map).configure_model()
     assert moved == ([torch.device("cpu")] if moves else [])
+
+
+def test_a_module_that_the_target_lacks_cannot_be_placed(folders: Callable[[str], str]) -> None:
+    """accelerate would pass over the name, and put everything elsewhere than asked for."""
+    with pytest.raises(ValueError, match="device_map places 'model.layerz', which Qwen3ForCausalLM does not have"):
+        load_target(folders("qwen3"), device_map={"": "cpu", "model.layerz": "disk"})
+
+
+def test_a_tied_head_lies_beside_its_embedding(folders: Callable[[str], str]) -> None:
+    model = load_target(folders("gemma4"), device_map={"model": "cpu", "lm_head": "disk"})
+    with pytest.raises(ValueError, match=r"offloads 'lm_head\.weight', which shares its memory .* both on one device"):
+        HFDSparkTargetModel(model, [1]).fingerprint()

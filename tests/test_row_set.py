@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -23,12 +24,16 @@ def table(digests: list[int], **columns: list[Any]) -> Dataset:
     return Dataset.from_dict(filled | columns, features=FEATURES)
 
 
+def rows_of(name: str, encoded: Dataset) -> RowSet:
+    return RowSet(name, encoded, np.arange(len(encoded)))
+
+
 def row_ids(rows: RowSet) -> list[int]:
     return [int(row["row_id"]) for row in (rows[i] for i in range(len(rows)))]
 
 
 def test_rows_are_dropped_and_counted_by_reason() -> None:
-    rows = RowSet.from_table("data", table([1, 2, 3, 4], supervised=[5, 0, 4, 6], error=["", "a:2: no", "", ""]), 5)
+    rows = rows_of("data", table([1, 2, 3, 4], supervised=[5, 0, 4, 6], error=["", "a:2: no", "", ""])).usable(5)
     assert row_ids(rows) == [10, 13]
     assert rows.dropped == {"malformed": 1, "under 5 supervised tokens": 1}
     assert rows.errors(3) == ["a:2: no"]
@@ -39,7 +44,7 @@ def test_rows_are_dropped_and_counted_by_reason() -> None:
 
 
 def test_items_are_int64_tensors_and_a_filler_supervises_nothing() -> None:
-    rows = RowSet.from_table("data", table([9]), 0)
+    rows = rows_of("data", table([9])).usable(0)
     item, filler = rows[0], rows[FILLER]
     assert {name: value.dtype for name, value in item.items()} == dict.fromkeys(item, torch.int64)
     assert (item["input_ids"].tolist(), item["loss_mask"].tolist(), int(item["row_id"])) == ([2, 1], [0, 1], 10)
@@ -48,9 +53,7 @@ def test_items_are_int64_tensors_and_a_filler_supervises_nothing() -> None:
 
 
 def test_training_rows_that_are_validation_rows_too_are_dropped() -> None:
-    train = RowSet.from_table("train", table([1, 2, 3, 2]), 0).without_rows_of(
-        RowSet.from_table("val", table([2, 9]), 0)
-    )
+    train = rows_of("train", table([1, 2, 3, 2])).usable(0).without_rows_of(rows_of("val", table([2, 9])).usable(0))
     assert row_ids(train) == [10, 12]
     assert train.dropped["identical to a validation row"] == 2
 
@@ -59,16 +62,16 @@ DIGESTS = [(i * 0x9E3779B97F4A7C15) % 2**64 - 2**63 for i in range(200)]
 
 
 def test_split_follows_the_content_alone() -> None:
-    train, val = RowSet.from_table("data", table(DIGESTS + DIGESTS[:50]), 0).split(0.3)
+    train, val = rows_of("data", table(DIGESTS + DIGESTS[:50])).usable(0).split(0.3)
     assert not set(train.column("digest")) & set(val.column("digest"))
     assert len(train) + len(val) == 250
     assert len(set(val.column("digest"))) == pytest.approx(60, abs=10)
-    backwards, _ = RowSet.from_table("data", table(DIGESTS[::-1]), 0).split(0.3)
+    backwards, _ = rows_of("data", table(DIGESTS[::-1])).usable(0).split(0.3)
     assert set(backwards.column("digest")) == set(train.column("digest"))
 
 
 def test_a_larger_fraction_only_adds_validation_rows() -> None:
-    rows = RowSet.from_table("data", table(DIGESTS), 0)
+    rows = rows_of("data", table(DIGESTS)).usable(0)
     small, large = rows.split(0.1)[1], rows.split(0.4)[1]
     assert set(small.column("digest")) < set(large.column("digest"))
     assert len(rows.split(0.0)[1]) == 0

@@ -96,6 +96,11 @@ def shared_draft_fields(text_config: PretrainedConfig, args: DraftArgs, architec
             f"must be in 0..{text_config.vocab_size - 1}"
         )
     num_target_layers = text_config.num_hidden_layers
+    if args.target_layer_ids is None and args.num_draft_layers >= max(num_target_layers, 2):
+        raise ValueError(
+            f"num_draft_layers {args.num_draft_layers} asks for as many feature layers, but the target has only "
+            f"{num_target_layers} layers: set target_layer_ids, or num_draft_layers to less"
+        )
     if args.target_layer_ids is None:
         layer_ids = build_target_layer_ids(num_target_layers, args.num_draft_layers)
     else:

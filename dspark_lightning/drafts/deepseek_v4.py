@@ -124,7 +124,9 @@ def build_deepseek_v4_draft_config(target_config: PretrainedConfig, model_args: 
     own = {
         # The draft has no compressed layers, so neither their rotary table nor any scaling of it.
         "rope_parameters": {label: {**main, "rope_type": "default"} for label in ("main", "compress")},
-        "layer_types": ["sliding_attention"] * args.num_draft_layers,  # required; the draft's own layers see everything
+        # Required, and without a compressor; the draft's own layers see everything, hence a window over everything.
+        "layer_types": ["sliding_attention"] * args.num_draft_layers,
+        "sliding_window": text.max_position_embeddings,
         "mlp_layer_types": ["moe"] * args.num_draft_layers,  # required; the draft's MLP is one dense expert
         "num_nextn_predict_layers": 0,
     }

@@ -35,9 +35,9 @@ def score_scale(config: GlmMoeDsaConfig) -> float:
     """(nope + rope) ** -0.5; a context stretched by YaRN with `mscale` makes the scores larger in return."""
     rope = config.rope_parameters or {}
     scale: float = config.qk_head_dim**-0.5
-    original = rope.get("original_max_position_embeddings")
-    if rope.get("mscale") and original and config.max_position_embeddings > original:
-        scale *= yarn_get_mscale(rope["factor"], rope["mscale"]) ** 2
+    factor, mscale, original = (rope.get(key) for key in ("factor", "mscale", "original_max_position_embeddings"))
+    if factor and mscale and original and config.max_position_embeddings > original:
+        scale *= yarn_get_mscale(factor, mscale) ** 2
     return scale
 
 
@@ -73,12 +73,13 @@ def build_glm_5_2_draft_config(target_config: PretrainedConfig, model_args: Any)
     text = text_config_of(target_config, ("glm_moe_dsa",))
     args = DraftArgs.of(model_args)
     rope = dict(text.rope_parameters)
-    if rope.get("mscale"):
-        rope["attention_factor"] = 1.0  # `score_scale` has it; in the tables it would count twice
+    if rope.get("rope_type") == "yarn":
+        rope["attention_factor"] = 1.0  # plain tables, as published: what there is to scale, `score_scale` does
     own = {
         "rope_parameters": rope,
         "mlp_layer_types": ["dense"] * args.num_draft_layers,
         "indexer_types": ["full"] * args.num_draft_layers,  # required; the draft has no indexer
+        "num_nextn_predict_layers": 0,
     }
     shared = shared_draft_fields(text, args, Glm5_2DSparkModel.__name__)
     return GlmMoeDsaConfig(**inherited_fields(text) | shared | own)

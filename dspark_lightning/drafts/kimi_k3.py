@@ -99,10 +99,16 @@ def build_kimi_k3_draft_config(target_config: PretrainedConfig, model_args: Any)
     own = {
         "layer_types": ["full_attention"] * args.num_draft_layers,
         "mlp_layer_types": ["dense"] * args.num_draft_layers,
+        "num_local_experts": 0,
+        "n_shared_experts": 0,
+        "num_nextn_predict_layers": 0,
         "linear_attn_config": {"kda_layers": [], "full_attn_layers": [i + 1 for i in range(args.num_draft_layers)]},
     }
     shared = shared_draft_fields(text, args, KimiK3DSparkModel.__name__)
-    return KimiLinearConfig(**inherited_fields(text) | shared | own)
+    fields = inherited_fields(text)
+    for older_name in ("num_experts", "num_shared_experts"):
+        fields.pop(older_name, None)
+    return KimiLinearConfig(**fields | shared | own)
 
 
 KIMI_K3 = DraftSpec(

@@ -1,5 +1,6 @@
 """LightningDataModules that feed a drafter's training."""
 
 from dspark_lightning.datamodules.chat import ChatDataModule
+from dspark_lightning.datamodules.vlm import VLMDataModule
 
-__all__ = ["ChatDataModule"]
+__all__ = ["ChatDataModule", "VLMDataModule"]

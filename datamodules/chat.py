@@ -18,7 +18,7 @@ from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import ResumableSampler, RowLoader
 from dspark_lightning.datamodules.settings import Settings, resolve_settings
 from dspark_lightning.datamodules.source import Source, load_source
-from dspark_lightning.datamodules.tokenizer import load_tokenizer
+from dspark_lightning.datamodules.tokenizer import load_tokenizer, padding_token_id
 from dspark_lightning.embedded import embedded_data
 
 
@@ -166,7 +166,8 @@ class ChatDataModule(LightningDataModule):
             index: Which of the training rows kept, or of the validation rows when only these were loaded.
         """
         rows = self._rows.get("train") or self._rows["val"]
-        return preview(self._encoder.renderer.tokenizer, rows[index]["input_ids"], rows[index]["loss_mask"])
+        row = rows.encoded(index)
+        return preview(self._encoder.renderer.tokenizer, row["input_ids"], row["loss_mask"])
 
     def _load(self, stage: str) -> None:
         settings = self._resolve()
@@ -220,20 +221,23 @@ class ChatDataModule(LightningDataModule):
         )
 
     def _new_encoder(self, settings: Settings) -> RowEncoder:
+        tokenizer = load_tokenizer(settings.tokenizer, settings.gguf_file, settings.trust_remote_code)
+        renderer = ChatRenderer(tokenizer, **self._renderer_options())
+        return RowEncoder(renderer, self.max_length, settings.mask_token_id, self.max_bad_rows)
+
+    def _renderer_options(self) -> dict[str, Any]:
         template = None
         if self.chat_template is not None:
             if not Path(self.chat_template).is_file():
                 raise ValueError(f"chat_template {self.chat_template!r}: no such file")
             template = Path(self.chat_template).read_text(encoding="utf-8")
-        renderer = ChatRenderer(
-            load_tokenizer(settings.tokenizer, settings.gguf_file, settings.trust_remote_code),
-            chat_template=template,
-            template_name=self.chat_template,
-            template_kwargs=self.chat_template_kwargs,
-            supervise=self.supervise,
-            supervise_reasoning=self.supervise_reasoning,
-        )
-        return RowEncoder(renderer, self.max_length, settings.mask_token_id, self.max_bad_rows)
+        return {
+            "chat_template": template,
+            "template_name": self.chat_template,
+            "template_kwargs": self.chat_template_kwargs,
+            "supervise": self.supervise,
+            "supervise_reasoning": self.supervise_reasoning,
+        }
 
     def _new_sampler(
         self, rows: RowSet, *, shuffle: bool, progress: Callable[[], tuple[int, int]] | None = None
@@ -243,18 +247,19 @@ class ChatDataModule(LightningDataModule):
         return ResumableSampler(rows, self.batch_size, shuffle=shuffle, seed=seed, progress=progress, **ranks)
 
     def _new_loader(self, rows: RowSet, sampler: ResumableSampler) -> RowLoader:
-        tokenizer = self._encoder.renderer.tokenizer
-        pad = tokenizer.pad_token_id
-        pad_token_id = pad if isinstance(pad, int) and 0 <= pad < len(tokenizer) else 0
         return RowLoader(
             rows,
             batch_size=self.batch_size,
             sampler=sampler,
-            collate_fn=partial(collate_rows, pad_token_id=pad_token_id, max_length=self.max_length),
+            collate_fn=self._collate_fn(),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
+
+    def _collate_fn(self) -> Callable[[Any], dict[str, torch.Tensor]]:
+        pad_token_id = padding_token_id(self._encoder.renderer.tokenizer)
+        return partial(collate_rows, pad_token_id=pad_token_id, max_length=self.max_length)
 
 
 def _progress(trainer: Trainer) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from dspark_lightning.datamodules.sampler import FILLER
 
 
 @dataclass(frozen=True, eq=False)
-class RowSet(TorchDataset[dict[str, torch.Tensor]]):
+class RowSet(TorchDataset[dict[str, Any]]):
     """Kept rows of an encoded table; item i is a dict of `input_ids` [S], `loss_mask` [S] and `row_id` [], all int64.
 
     Attributes:
@@ -61,9 +61,13 @@ class RowSet(TorchDataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.kept)
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def encoded(self, index: int) -> dict[str, torch.Tensor]:
+        """`input_ids` [S], `loss_mask` [S] and `row_id` [] of a kept row, as they are in the table."""
         row = self.table[int(self.kept[max(index, 0)])]
-        item = {name: torch.tensor(row[name], dtype=torch.int64) for name in ("input_ids", "loss_mask", "row_id")}
+        return {name: torch.tensor(row[name], dtype=torch.int64) for name in ("input_ids", "loss_mask", "row_id")}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = self.encoded(index)
         if index == FILLER:
             item["loss_mask"].zero_()
         return item

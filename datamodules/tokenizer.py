@@ -33,3 +33,9 @@ def load_tokenizer(name: str, gguf_file: str | None = None, trust_remote_code: b
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"tokenizer {name!r}: expected a transformers tokenizer, got {type(tokenizer).__name__}")
     return tokenizer
+
+
+def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What fills up the rows of a batch: the tokenizer's padding token, or 0 where its vocabulary has none."""
+    pad = tokenizer.pad_token_id
+    return pad if isinstance(pad, int) and 0 <= pad < len(tokenizer) else 0

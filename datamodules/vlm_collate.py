@@ -12,7 +12,8 @@ from transformers import ProcessorMixin
 
 from dspark_lightning.datamodules.loss_mask import ChatRenderer
 from dspark_lightning.datamodules.rows import BadRow
-from dspark_lightning.datamodules.vlm_encode import VlmEncoder, with_white_image
+from dspark_lightning.datamodules.tokenizer import padding_token_id
+from dspark_lightning.datamodules.vlm_encode import VlmEncoder, VlmRow, with_white_image
 from dspark_lightning.datamodules.vlm_rows import parse_vlm_row
 
 
@@ -69,9 +70,24 @@ class VlmCollator:
 
     def __init__(self, encoder: VlmEncoder, inject_fake_image: bool = True, folder: Path | None = None) -> None:
         self.encoder, self.inject_fake_image, self.folder = encoder, inject_fake_image, folder
-        tokenizer = encoder.processor.tokenizer
-        pad = tokenizer.pad_token_id
-        self.pad_token_id = pad if isinstance(pad, int) and 0 <= pad < len(tokenizer) else 0
+        self.pad_token_id = padding_token_id(encoder.processor.tokenizer)
+
+    def with_folder(self, folder: Path | None) -> "VlmCollator":
+        """The same collator, with relative paths of pictures starting at `folder`."""
+        return VlmCollator(self.encoder, self.inject_fake_image, folder)
+
+    def encode(self, example: object) -> tuple[VlmRow, int]:
+        """One row, with the white picture behind it where it has none, and how many of its tokens are real.
+
+        Raises:
+            BadRow: The row cannot be used.
+            ValueError: No row could be, with this template, processor or max_length.
+        """
+        chat = parse_vlm_row(example, self.folder)
+        row = self.encoder.encode(chat)
+        if self.inject_fake_image and not row.media:
+            return with_white_image(row, self.encoder, chat)
+        return row, len(row.input_ids)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """One batch; see `dspark_vlm_collate_fn`."""
@@ -80,13 +96,9 @@ class VlmCollator:
         media: dict[str, list[Tensor]] = {}
         for place, example in enumerate(examples):
             try:
-                chat = parse_vlm_row(example, self.folder)
-                row = self.encoder.encode(chat)
+                row, real = self.encode(example)
             except BadRow as error:
                 raise ValueError(f"row {example.get('row_id', place)}: {error}") from error
-            real = len(row.input_ids)
-            if self.inject_fake_image and not row.media:
-                row, real = with_white_image(row, self.encoder, chat)
             batch["input_ids"].append(_pad(row.input_ids, length, self.pad_token_id))
             batch["loss_mask"].append(_pad(row.loss_mask, length))
             batch["attention_mask"].append((torch.arange(length) < real).long())

@@ -15,6 +15,7 @@ from dspark_lightning.anchors import (
     sample_anchor_positions,
 )
 from dspark_lightning.datamodules.vlm_collate import dspark_vlm_collate_fn
+from dspark_lightning.datamodules.vlm_loader import build_dspark_vlm_dataloader
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.deepseek_v4 import DeepseekV4DSparkModel, build_deepseek_v4_draft_config
 from dspark_lightning.drafts.gemma4 import Gemma4DSparkModel, build_gemma4_draft_config
@@ -88,6 +89,7 @@ __all__ = [
     "build_deepseek_v4_draft_config",
     "build_draft_config",
     "build_draft_model",
+    "build_dspark_vlm_dataloader",
     "build_eval_mask",
     "build_gemma4_draft_config",
     "build_glm_5_2_draft_config",

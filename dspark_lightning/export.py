@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
-from dspark_lightning.embedded import embedded_path
+from dspark_lightning.loading import target_source
 
 _FILES = _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
@@ -68,7 +68,7 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
 
 def serve_command(path: Path, target: str, block_size: int) -> str:
     """The command that serves an exported draft beside its target."""
-    target = str(embedded_path()) if target == "embedded" else target
+    target = target_source(target) if target.startswith("embedded") else target
     speculative = json.dumps({"model": str(path), "num_speculative_tokens": block_size})
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"
 

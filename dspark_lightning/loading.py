@@ -22,18 +22,20 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from dspark_lightning.embedded import embedded_path
+from dspark_lightning.embedded import embedded_path, embedded_pictures_path
 from dspark_lightning.offload import check_device_map, check_placed_modules
+
+_EMBEDDED = {"embedded": embedded_path, "embedded-pictures": embedded_pictures_path}
 
 
 def target_source(target: str) -> str:
-    """Resolve the name of a target: "embedded" is the tiny one that ships with the package.
+    """Resolve the name of a target: "embedded" and "embedded-pictures" are the tiny ones that ship with the package.
 
     Raises:
         ValueError: a path that does not exist.
     """
-    if target == "embedded":
-        return str(embedded_path())
+    if target in _EMBEDDED:
+        return str(_EMBEDDED[target]())
     looks_like_path = target.startswith((".", "~", os.sep)) or target.count("/") > 1
     path = Path(target).expanduser()
     if looks_like_path and not path.exists():
@@ -57,7 +59,7 @@ def load_target(
     """Load a target for capturing.
 
     Args:
-        target: model folder, hub id, or "embedded".
+        target: model folder, hub id, "embedded" or "embedded-pictures".
         gguf_file: name of a GGUF file inside it, for quantised checkpoints (needs the extra `gguf`).
         dtype: of the weights.
         trust_remote_code: whether code that comes with the model may run.

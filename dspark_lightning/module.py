@@ -49,7 +49,8 @@ class DSparkModule(LightningModule):
     trainer's precision (bf16 for the bf16 precisions). The draft shares its frozen embedding and head with it.
 
     Args:
-        target: model folder, hub id, or "embedded" for the tiny target that ships with the package.
+        target: model folder, hub id, or "embedded" and "embedded-pictures" for the tiny targets that ship with the
+            package.
         mask_token_id: token whose embedding fills the slots to predict; must be given, and never occur in the data.
         gguf_file: name of a GGUF file in the target's folder.
         num_draft_layers: decoder layers of the draft.

@@ -224,7 +224,7 @@ def test_a_placed_target_is_not_moved(device_map: str | None, dispatched: bool, 
 
 def test_a_module_that_the_target_lacks_cannot_be_placed(folders: Callable[[str], str]) -> None:
     """accelerate would pass over the name, and put everything elsewhere than asked for."""
-    with pytest.raises(ValueError, match="device_map places 'model.layerz', which Qwen3ForCausalLM does not have"):
+    with pytest.raises(ValueError, match=r"device_map places 'model\.layerz', which Qwen3ForCausalLM does not have"):
         load_target(folders("qwen3"), device_map={"": "cpu", "model.layerz": "disk"})
 
 

@@ -28,6 +28,9 @@ ARGUMENTS = {
     "DSparkTargetBatch": "target_hidden_states target_last_hidden_states input_ids loss_mask position_ids seq_lens "
     "doc_remaining",
     "compute_dspark_loss": "outputs loss_decay_gamma ce_loss_alpha l1_loss_alpha confidence_head_alpha return_terms",
+    "dspark_vlm_collate_fn": "examples processor max_length inject_fake_image",
+    "build_dspark_vlm_dataloader": "dataset_cfg processor batch_size max_length shuffle num_workers distributed "
+    "dp_mesh inject_fake_image",
     "Qwen3DSparkModel": "config",
     "Gemma4DSparkModel": "config",
     "DeepseekV4DSparkModel": "config",

@@ -1,0 +1,117 @@
+"""The datamodule for chat data with pictures."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark_lightning.datamodules import images, vision_tokens, vlm_collate, vlm_encode, vlm_rows
+from dspark_lightning.datamodules.chat import ChatDataModule
+from dspark_lightning.datamodules.encode import EncodedRow, RowEncoder
+from dspark_lightning.datamodules.processor import load_processor
+from dspark_lightning.datamodules.rows import BadRow
+from dspark_lightning.datamodules.rowset import RowSet
+from dspark_lightning.datamodules.sampler import FILLER
+from dspark_lightning.datamodules.settings import Settings
+from dspark_lightning.datamodules.source import Source
+from dspark_lightning.datamodules.vlm_collate import VlmCollator, vlm_renderer
+from dspark_lightning.datamodules.vlm_encode import VlmEncoder
+from dspark_lightning.embedded import embedded_pictures_data
+from dspark_lightning.loading import target_source
+
+
+class VLMDataModule(ChatDataModule):
+    """`ChatDataModule` for rows with pictures, for vision-language targets.
+
+    When set up, every row is encoded once, pictures included, and the result is cached: so unreadable pictures, rows
+    without enough supervised tokens and pictures that do not fit are known, and counted, before training begins.
+    Batches are made by `dspark_vlm_collate_fn`, of max_length tokens always.
+
+    Args:
+        *args: Those of `ChatDataModule`.
+        inject_fake_image: Whether a row without pictures gets a small white one behind its last token, hidden from all
+            other positions, so that every rank runs the vision tower in every step.
+        **kwargs: Those of `ChatDataModule`. Data sets with image columns are read too, and relative paths of pictures
+            start at the folder of the file that names them; `tokenizer` is the folder or hub id of the processor.
+            "embedded" stands for the picture task that ships with the package.
+
+    Raises:
+        ValueError: As `ChatDataModule`.
+    """
+
+    def __init__(self, *args: Any, inject_fake_image: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.inject_fake_image = inject_fake_image
+
+    def _new_encoder(self, settings: Settings) -> RowEncoder:
+        processor = load_processor(target_source(settings.tokenizer), settings.trust_remote_code)
+        self._vlm = VlmEncoder(processor, self.max_length, vlm_renderer(processor, **self._renderer_options()))
+        return VlmRowEncoder(
+            self._vlm.renderer,
+            self.max_length,
+            settings.mask_token_id,
+            self.max_bad_rows,
+            collator=VlmCollator(self._vlm, self.inject_fake_image),
+        )
+
+    def _embedded_data(self, split: Literal["train", "heldout"]) -> Path:
+        return embedded_pictures_data(split)
+
+    def _new_rows(self, name: str, source: Source) -> RowSet:
+        table = self._encoder.encode(source)
+        return VlmRowSet(name, table, np.arange(len(table)), source=source)
+
+    def _collate_fn(self) -> Callable[[Any], dict[str, Tensor]]:
+        return partial(_collate, collator=VlmCollator(self._vlm, self.inject_fake_image))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VlmRowEncoder(RowEncoder):
+    """`RowEncoder` for rows with pictures: what the collator makes of each, without its hidden white picture."""
+
+    collator: VlmCollator
+
+    def _state(self) -> list[Any]:
+        processor = self.collator.encoder.processor
+        code = [inspect.getsource(module) for module in (images, vision_tokens, vlm_collate, vlm_encode, vlm_rows)]
+        return [*super()._state(), code, repr(processor), self.collator.inject_fake_image]
+
+    def _encode_records(self, records: dict[int, object], source: Source) -> dict[int, EncodedRow | BadRow]:
+        collator = self.collator.with_folder(source.folder)
+        results: dict[int, EncodedRow | BadRow] = {}
+        for row_id, record in records.items():
+            try:
+                row, real = collator.encode(record)
+                ids, mask = (values[:real].numpy() for values in (row.input_ids, row.loss_mask))
+                results[row_id] = ids.astype(np.int32), mask.astype(np.uint8), row.cut
+            except BadRow as error:
+                results[row_id] = error
+            except ValueError as error:
+                raise ValueError(f"{source.place(row_id)}: {error}") from error
+        return results
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VlmRowSet(RowSet):
+    """Kept rows; item i is a dict of the row's `record`, `row_id`, `folder` and whether it is a `filler`."""
+
+    source: Source
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row_id = int(self.encoded(index)["row_id"])
+        place = int(np.flatnonzero(self.source.row_ids == row_id)[0])
+        record = self.source.record(self.source.table[place : place + 1], 0)
+        return {"record": record, "row_id": row_id, "folder": self.source.folder, "filler": index == FILLER}
+
+
+def _collate(items: Sequence[Mapping[str, Any]], collator: VlmCollator) -> dict[str, Tensor]:
+    examples = [{**item["record"], "row_id": item["row_id"]} for item in items]
+    batch = collator.with_folder(items[0]["folder"])(examples)
+    batch["loss_mask"][torch.tensor([item["filler"] for item in items])] = 0
+    return batch

@@ -1,0 +1,237 @@
+"""VLMDataModule: rows from every source, counted before training; batches of fixed shapes."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from PIL import Image
+from transformers import ProcessorMixin
+
+from dspark_lightning.datamodules import VLMDataModule
+from dspark_lightning.datamodules.processor import load_processor
+from dspark_lightning.datamodules.vlm_collate import dspark_vlm_collate_fn
+from tiny_vlm import build_tiny_processor
+from vlm_helpers import picture
+
+MASK, LENGTH = 5, 96
+ANSWER = "It is red, and so on."
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("processor")
+    build_tiny_processor("qwen3_vl").save_pretrained(folder)
+    return str(folder)
+
+
+def turns(image: Any = None, question: str = "What is this?", answer: str = ANSWER) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+    if image is not None:
+        content.insert(0, image)
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def module(processor: str, train_data: str, **changes: Any) -> VLMDataModule:
+    settings = {"tokenizer": processor, "mask_token_id": MASK, "max_length": LENGTH, "batch_size": 2}
+    data = VLMDataModule(train_data, **{**settings, "min_supervised_tokens": 4, **changes})
+    data.setup("fit")
+    return data
+
+
+def first_batch(data: VLMDataModule) -> dict[str, torch.Tensor]:
+    return next(iter(data.train_dataloader()))
+
+
+def rows_of_a_function() -> list[dict[str, Any]]:
+    return [{"conversation": turns({"type": "image", "image": picture(56, 56, seed)})} for seed in (0, 1)]
+
+
+def image_column(folder: Path) -> str:
+    question, answer = turns({"type": "image"})
+    # A column holds one kind of content, here lists of parts.
+    conversation = [question, {**answer, "content": [{"type": "text", "text": answer["content"]}]}]
+    table = datasets.Dataset.from_dict(
+        {
+            "conversation": [conversation, conversation],
+            "images": [[picture(56, 56, seed)] for seed in (0, 1)],
+        }
+    ).cast_column("images", datasets.List(datasets.Image()))
+    path = folder / "rows.parquet"
+    table.to_parquet(path)
+    return str(path)
+
+
+def jsonl_with(folder: Path, part: Any) -> str:
+    rows = []
+    for seed in (0, 1):
+        picture(56, 56, seed).save(folder / f"{seed}.png")
+        rows.append({"conversation": turns(part(seed))})
+    return write(folder / "rows.jsonl", rows)
+
+
+SOURCES: dict[str, Any] = {
+    "paths beside the file": lambda folder: jsonl_with(folder, lambda i: {"type": "image", "path": f"{i}.png"}),
+    "base64": lambda folder: jsonl_with(
+        folder, lambda i: {"type": "image", "base64": base64.b64encode(png(picture(56, 56, i))).decode()}
+    ),
+    "image column": image_column,
+    "function": lambda folder: "test_vlm_datamodule_rows:rows",
+}
+
+
+@pytest.fixture(autouse=True)
+def importable_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's with a function that makes rows."""
+    import sys
+    import types
+
+    made = types.ModuleType("test_vlm_datamodule_rows")
+    made.rows = rows_of_a_function  # type: ignore[attr-defined]
+    made.nothing = lambda: 7  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "test_vlm_datamodule_rows", made)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_gives_the_same_batch(source: str, processor: str, tmp_path: Path) -> None:
+    data = module(processor, SOURCES[source](tmp_path))
+    batch = first_batch(data)
+    order = batch.pop("row_id").tolist()
+    assert sorted(order) == [0, 1]
+    expected = dspark_vlm_collate_fn([rows_of_a_function()[i] for i in order], load_processor(processor), LENGTH)
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+def test_workers_give_the_same_batches(processor: str, tmp_path: Path) -> None:
+    path = SOURCES["paths beside the file"](tmp_path)
+    plain, parallel = (first_batch(module(processor, path, num_workers=n)) for n in (0, 2))
+    assert all(torch.equal(plain[name], parallel[name]) for name in plain)
+
+
+def test_text_and_pictures_mix(processor: str, tmp_path: Path) -> None:
+    picture(56, 56).save(tmp_path / "a.png")
+    rows = [{"conversation": turns({"type": "image", "path": "a.png"})}, {"messages": turns(question="And that?")}]
+    batch = first_batch(module(processor, write(tmp_path / "rows.jsonl", rows)))
+    assert batch["image_grid_thw"].shape == (2, 3) and batch["input_ids"].shape == (2, LENGTH)
+    plain = first_batch(module(processor, str(tmp_path / "rows.jsonl"), inject_fake_image=False))
+    assert plain["image_grid_thw"].shape == (1, 3)
+
+
+def test_rows_are_counted_by_what_becomes_of_them(
+    processor: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    picture(56, 56).save(tmp_path / "a.png")
+    picture(112, 112, 1).save(tmp_path / "big.png")
+    image = {"type": "image", "path": "a.png"}
+    long_text = "a " * 200
+    rows = [
+        {"conversation": turns(image)},
+        {"conversation": turns(image, question=long_text)},  # the answer is cut off
+        {"conversation": turns({"type": "image", "path": "no.png"})},
+        {"conversation": turns(image, answer=ANSWER * 20)},  # cut, but enough is left
+    ]
+    data = module(processor, write(tmp_path / "rows.jsonl", rows), max_bad_rows=1)
+    summary = data._rows["train"].summary()
+    assert "4 rows read, 2 kept (dropped: 1 malformed, 1 under 4 supervised tokens), 1 of them cut" in summary
+    assert data._rows["train"].errors(3) == [
+        f"{tmp_path / 'rows.jsonl'}:3: the image file '{tmp_path / 'no.png'}' does not exist"
+    ]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:3: the image file '.*no\.png' does not exist \(1 bad rows"):
+        module(processor, str(tmp_path / "rows.jsonl"))
+
+
+def test_the_supervised_part_is_shown(processor: str, tmp_path: Path) -> None:
+    data = module(processor, SOURCES["paths beside the file"](tmp_path))
+    assert f"⟦{ANSWER}<|im_end|>⟧" in data.preview()
+
+
+def test_a_validation_filler_supervises_nothing(processor: str, tmp_path: Path) -> None:
+    from dspark_lightning.datamodules.sampler import FILLER
+
+    data = module(processor, SOURCES["paths beside the file"](tmp_path))
+    rows = data._rows["train"]
+    batch = data._collate_fn()([rows[0], rows[FILLER]])
+    assert batch["loss_mask"][0].any() and not batch["loss_mask"][1].any()
+    assert batch["image_grid_thw"].shape == (2, 3)
+
+
+def test_a_changed_option_encodes_again(processor: str, tmp_path: Path) -> None:
+    path = SOURCES["paths beside the file"](tmp_path)
+    whole = module(processor, path)._rows["train"].column("supervised")
+    cut = module(processor, path, max_length=30)._rows["train"]
+    assert cut.column("cut").all() and (cut.column("supervised") < whole).all()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("test_vlm_datamodule_rows:nothing", "must return a sequence of rows, got int"),
+        ("test_vlm_datamodule_rows:absent", "has no attribute 'absent'"),
+        ("no_such_module:rows", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_named(data: str, message: str, processor: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        module(processor, data)
+    assert data in str(error.value) and "\n" not in str(error.value)
+
+
+def test_pre_tokenised_rows_are_refused(processor: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: input_ids are not read here"):
+        module(processor, write(tmp_path / "rows.jsonl", [{"input_ids": [7, 8], "loss_mask": [0, 1]}]))
+
+
+def test_a_text_processor_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"processor '.*expected one for text and images"):
+        module("embedded", write(tmp_path / "rows.jsonl", [{"conversation": turns()}]))
+
+
+class Config:
+    """Stands for a configuration that makes a data set."""
+
+    def instantiate(self) -> list[dict[str, Any]]:
+        return rows_of_a_function()
+
+
+@pytest.mark.parametrize("source", [Config(), rows_of_a_function()], ids=["configuration", "rows"])
+def test_the_dataloader(source: Any, processor: str) -> None:
+    from dspark_lightning import build_dspark_vlm_dataloader
+
+    loaded: ProcessorMixin = load_processor(processor)
+    (batch,) = build_dspark_vlm_dataloader(source, loaded, 2, LENGTH, shuffle=False)
+    assert batch.pop("row_id").tolist() == [0, 1]
+    expected = dspark_vlm_collate_fn(rows_of_a_function(), loaded, LENGTH)
+    assert all(torch.equal(batch[name], expected[name]) for name in expected)
+    shuffled = build_dspark_vlm_dataloader(source, loaded, 1, LENGTH, shuffle=True)
+    assert sorted(int(b["row_id"]) for b in shuffled) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        (7, {}, "dataset_cfg must give a sequence of rows, got int"),
+        ([], {}, "dataset_cfg gives no rows"),
+        ([{}], {"distributed": True}, "distributed is true"),
+    ],
+)
+def test_a_dataloader_that_cannot_be(source: Any, options: dict[str, Any], message: str, processor: str) -> None:
+    from dspark_lightning import build_dspark_vlm_dataloader
+
+    with pytest.raises(ValueError, match=message):
+        build_dspark_vlm_dataloader(source, load_processor(processor), 1, LENGTH, False, **options)

@@ -5,7 +5,7 @@ import inspect
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +24,22 @@ FEATURES = Features(
         "loss_mask": Sequence(Value("uint8")),
         "supervised": Value("int32"),  # tokens with loss_mask on
         "cut": Value("bool"),  # was longer than max_length
-        "digest": Value("int64"),  # of input_ids: equal rows have equal digests
+        "digest": Value("int64"),  # of input_ids and pictures: equal rows have equal digests
         "error": Value("string"),  # the place of a malformed row and what is wrong; "" for a good one
     }
 )
-EncodedRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8], bool]
-"""Token ids and loss mask of a row, both [tokens], and whether it was cut."""
 
-_EMPTY: EncodedRow = (np.empty(0, np.int32), np.empty(0, np.uint8), False)
+
+class EncodedRow(NamedTuple):
+    """A row as it is trained."""
+
+    input_ids: npt.NDArray[np.int32]  # [tokens]
+    loss_mask: npt.NDArray[np.uint8]  # [tokens]
+    cut: bool = False  # was longer than max_length
+    media: bytes = b""  # tells rows apart whose tokens are the same: a hash of their pictures
+
+
+_EMPTY = EncodedRow(np.empty(0, np.int32), np.empty(0, np.uint8))
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class RowEncoder:
 
     def _cut(self, encoded: Encoded) -> EncodedRow:
         ids, mask = encoded
-        return ids[: self.max_length], mask[: self.max_length], len(ids) > self.max_length
+        return EncodedRow(ids[: self.max_length], mask[: self.max_length], len(ids) > self.max_length)
 
     def _table_row(self, source: Source, row_id: int, result: EncodedRow | BadRow, bad: list[int]) -> dict[str, Any]:
         error = ""
@@ -130,7 +138,8 @@ class RowEncoder:
             if len(bad) > self.max_bad_rows:
                 raise ValueError(f"{error} ({len(bad)} bad rows, max_bad_rows {self.max_bad_rows})") from result
             result = _EMPTY
-        ids, mask, cut = result
+        ids, mask, cut, media = result
+        content = hashlib.blake2b(ids.tobytes() + media, digest_size=8).digest()
         masked = np.flatnonzero(ids == self.mask_token_id)
         if len(masked):
             token = self.renderer.tokenizer.convert_ids_to_tokens(self.mask_token_id)
@@ -144,7 +153,7 @@ class RowEncoder:
             "loss_mask": mask,
             "supervised": int(mask.sum()),
             "cut": cut,
-            "digest": int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little", signed=True),
+            "digest": int.from_bytes(content, "little", signed=True),
             "error": error,
         }
 

@@ -1,5 +1,6 @@
 """The datamodule for chat data with pictures."""
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ class VlmRowEncoder(RowEncoder):
             try:
                 row, real = collator.encode(record)
                 ids, mask = (values[:real].numpy() for values in (row.input_ids, row.loss_mask))
-                results[row_id] = ids.astype(np.int32), mask.astype(np.uint8), row.cut
+                pictures = hashlib.blake2b(b"".join(x.numpy().tobytes() for x in row.media.values())).digest()
+                results[row_id] = EncodedRow(ids.astype(np.int32), mask.astype(np.uint8), row.cut, pictures)
             except BadRow as error:
                 results[row_id] = error
             except ValueError as error:

@@ -156,6 +156,15 @@ def test_rows_are_counted_by_what_becomes_of_them(
         module(processor, str(tmp_path / "rows.jsonl"))
 
 
+def test_rows_are_the_same_only_with_the_same_pictures(processor: str, tmp_path: Path) -> None:
+    """Questions repeat: what is asked of two pictures in the same words is two rows."""
+    train = SOURCES["paths beside the file"](tmp_path)
+    held_out = write(tmp_path / "val.jsonl", [{"conversation": turns({"type": "image", "path": "1.png"})}])
+    data = module(processor, train, val_data=held_out, batch_size=1)
+    assert "1 kept (dropped: 1 identical to a validation row)" in data._rows["train"].summary()
+    assert first_batch(data)["row_id"].tolist() == [0]
+
+
 def test_the_supervised_part_is_shown(processor: str, tmp_path: Path) -> None:
     data = module(processor, SOURCES["paths beside the file"](tmp_path))
     assert f"⟦{ANSWER}<|im_end|>⟧" in data.preview()

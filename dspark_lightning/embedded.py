@@ -4,7 +4,7 @@ A Qwen3 of 1.4 million parameters with its own tokenizer (1,024 tokens, among th
 generated chats. It is what `target: embedded` and a data path of `embedded` stand for. It is made by
 `scripts/build_embedded_target.py` of the source repository.
 
-A Qwen3-VL of 1.0 million parameters with its own tokenizer (443 tokens, among them an unused `<|mask|>`), trained to
+A Qwen3-VL of 1.0 million parameters with its own tokenizer (430 tokens, among them an unused `<|mask|>`), trained to
 tell what generated pictures show. It is made by `scripts/build_picture_target.py`.
 """
 

@@ -95,7 +95,7 @@ def main() -> None:
         val_data="embedded",
         tokenizer=TARGET,
         mask_token_id=draft.mask_token_id,
-        max_length=192,
+        max_length=80,
         batch_size=10,
     )
     data.setup("validate")

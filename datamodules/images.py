@@ -5,8 +5,9 @@ import binascii
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dspark_lightning.datamodules.rows import BadRow
 
@@ -39,37 +40,52 @@ def load_image(source: object, folder: Path | None = None) -> Image.Image:
         raise BadRow(f"the image {_short(source)!r} is a URL: download it and give its path, bytes or base64")
     if source.startswith("data:"):
         return _from_base64(source.partition(",")[2], source)
-    path = (folder or Path()) / Path(source).expanduser() if len(source) < 4096 else None
-    if path is not None and _is_file(path):
+    path = image_path(source, folder)
+    if path is not None:
         try:
             return _decode(path.read_bytes(), f"the file {str(path)!r}")
         except OSError as error:
             raise BadRow(f"the image file {str(path)!r} cannot be read: {error.strerror or error}") from error
-    if len(source) > 64 and Path(source[-8:]).suffix == "":  # too long for a name, and without a file's ending
+    if len(source) > 64 and Path(source.rstrip()[-8:]).suffix == "":  # too long for a name, without a file's ending
         return _from_base64(source, source)
-    raise BadRow(f"the image file {str(path or _short(source))!r} does not exist")
+    raise BadRow(f"the image file {str((folder or Path()) / _short(source))!r} does not exist or is no file")
+
+
+def image_path(source: str, folder: Path | None = None) -> Path | None:
+    """The file that a text names, relative to `folder`; None where there is none."""
+    try:
+        path = (folder or Path()) / Path(source).expanduser()
+        return path if path.is_file() else None
+    except (OSError, ValueError, RuntimeError):  # no path at all, too long for one, or of a user who does not exist
+        return None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The picture in RGB, whatever its mode; transparency, also that of a palette, is laid over white."""
+    """The picture in RGB and upright, whatever its mode; transparency, also of a palette, is laid over white."""
+    image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     if image.mode.startswith("I;16"):  # which PIL would cut off at 255
         image = image.point(lambda value: value / 256).convert("L")
+    elif image.mode in ("I", "F"):
+        image = _to_eight_bits(image)
     return image.convert("RGB")
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a text that cannot be a path
-        return False
+def _to_eight_bits(image: Image.Image) -> Image.Image:
+    """Whole or broken numbers to 0..255: what lies in 0..1 or above 255 is scaled."""
+    _, high = cast(tuple[float, float], image.getextrema())
+    if image.mode == "F" and high <= 1:
+        scale = 255.0
+    else:
+        scale = 1.0 if high <= 255 else 1 / 256 if high <= 65535 else 255 / high
+    return image.point(lambda value: value * scale + 0).convert("L")
 
 
 def _from_base64(text: str, source: str) -> Image.Image:
     try:
-        return _decode(base64.b64decode(text, validate=True), f"base64 {_short(source)!r}")
+        return _decode(base64.b64decode("".join(text.split()), validate=True), f"base64 {_short(source)!r}")
     except binascii.Error as error:
         raise BadRow(f"the image {_short(source)!r} is neither a file that exists nor base64: {error}") from error
 

@@ -13,7 +13,7 @@ from typing import Any
 
 Message = dict[str, Any]
 
-_TURN_KEYS = ("messages", "conversations", "conversation")
+TURN_KEYS = ("messages", "conversations", "conversation")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -89,7 +89,7 @@ def _token_row(record: Mapping[str, Any]) -> TokenRow:
 
 
 def _turns(record: Mapping[str, Any]) -> Sequence[Any]:
-    for key in _TURN_KEYS:
+    for key in TURN_KEYS:
         if key in record:
             turns = record[key]
             if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:

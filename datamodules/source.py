@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,7 +42,7 @@ class Source:
     row_ids: np.ndarray[Any, np.dtype[np.int64]]
     place: Callable[[int], str]
     is_json: bool = False
-    folder: Path | None = None  # where relative paths in the rows start
+    folder_of: Callable[[int], Path | None] = lambda row: None  # where relative paths in a row start, by its row id
     rows: Sequence[Any] | None = None  # of a function; the table then only counts them
 
     @property
@@ -109,8 +110,15 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
         table = table.select(row_ids)
     name = f"embedded {embedded.stem}" if data == "embedded" else data
     is_json = bool(files) and not files[0].endswith(".parquet")
-    folder = Path(files[0]).parent if files else None
-    return Source(f"{name} [{split}]", _undecoded(table), row_ids, place, is_json, folder, rows)
+    return Source(f"{name} [{split}]", _undecoded(table), row_ids, place, is_json, _folders(files), rows)
+
+
+def _folders(files: list[str]) -> Callable[[int], Path | None]:
+    folders = {Path(file).parent for file in files}
+    if len(folders) <= 1:
+        return lambda row: next(iter(folders), None)
+    count = _parquet_rows if files[0].endswith(".parquet") else _array_rows if _is_array(files[0]) else _line_count
+    return lambda row: Path(_file_and_row(files, row, count)[0]).parent
 
 
 def _call_function(data: str, split: str) -> Sequence[Any]:
@@ -173,23 +181,31 @@ def _is_array(file: str) -> bool:
 
 def _place(files: list[str], row: int, count: Callable[[str], int], separator: str) -> str:
     """Name the file and the row in it (from 1). Counting waits until a row has to be named."""
+    file, row = _file_and_row(files, row, count)
+    return f"{file}{separator}{row + 1}"
+
+
+def _file_and_row(files: list[str], row: int, count: Callable[[str], int]) -> tuple[str, int]:
     for file in files[:-1]:
         rows = count(file)
         if row < rows:
-            return f"{file}{separator}{row + 1}"
+            return file, row
         row -= rows
-    return f"{files[-1]}{separator}{row + 1}"
+    return files[-1], row
 
 
+@cache
 def _line_count(file: str) -> int:
     with open(file, encoding="utf-8") as stream:
         return sum(1 for _ in stream)
 
 
+@cache
 def _array_rows(file: str) -> int:
     return len(json.loads(Path(file).read_text(encoding="utf-8")))
 
 
+@cache
 def _parquet_rows(file: str) -> int:
     return len(load_dataset("parquet", data_files=[file], split="train"))
 

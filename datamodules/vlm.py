@@ -83,12 +83,22 @@ class VlmRowEncoder(RowEncoder):
         code = [inspect.getsource(module) for module in (images, vision_tokens, vlm_collate, vlm_encode, vlm_rows)]
         return [*super()._state(), code, repr(processor), self.collator.inject_fake_image]
 
+    def _fingerprint(self, source: Source) -> str:
+        """Also of the picture files that the rows name: another picture may have another number of tokens."""
+        digest = hashlib.blake2b(super()._fingerprint(source).encode(), digest_size=16)
+        for start in range(0, 0 if source.rows is not None else len(source.table), 1000):
+            batch = source.table[start : start + 1000]
+            for i, row_id in enumerate(source.row_ids[start : start + 1000].tolist()):
+                for path in picture_files(source, batch, i, row_id):
+                    stat = path.stat()
+                    digest.update(f"{path}:{stat.st_size}:{stat.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
     def _encode_records(self, records: dict[int, object], source: Source) -> dict[int, EncodedRow | BadRow]:
-        collator = self.collator.with_folder(source.folder)
         results: dict[int, EncodedRow | BadRow] = {}
         for row_id, record in records.items():
             try:
-                row, real = collator.encode(record)
+                row, real = self.collator.encode(record, source.folder_of(row_id))
                 ids, mask = (values[:real].numpy() for values in (row.input_ids, row.loss_mask))
                 pictures = hashlib.blake2b(b"".join(x.numpy().tobytes() for x in row.media.values())).digest()
                 results[row_id] = EncodedRow(ids.astype(np.int32), mask.astype(np.uint8), row.cut, pictures)
@@ -101,7 +111,7 @@ class VlmRowEncoder(RowEncoder):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VlmRowSet(RowSet):
-    """Kept rows; item i is a dict of the row's `record`, `row_id`, `folder` and whether it is a `filler`."""
+    """Kept rows; item i is a dict of the row's `record`, `row_id`, `place`, `folder`, and whether it is a `filler`."""
 
     source: Source
 
@@ -109,11 +119,23 @@ class VlmRowSet(RowSet):
         row_id = int(self.encoded(index)["row_id"])
         place = int(np.flatnonzero(self.source.row_ids == row_id)[0])
         record = self.source.record(self.source.table[place : place + 1], 0)
-        return {"record": record, "row_id": row_id, "folder": self.source.folder, "filler": index == FILLER}
+        named = {"row_id": row_id, "place": self.source.place(row_id), "folder": self.source.folder_of(row_id)}
+        return {"record": record, "filler": index == FILLER, **named}
+
+
+def picture_files(source: Source, batch: dict[str, list[Any]], i: int, row_id: int) -> list[Path]:
+    """The picture files that row i of a batch names, as far as they exist."""
+    try:
+        record = source.record(batch, i)
+    except BadRow:
+        return []
+    texts = [text for text in vlm_rows.sources(record) if isinstance(text, str) and len(text) < 4096]
+    paths = (images.image_path(text, source.folder_of(row_id)) for text in texts)
+    return [path for path in paths if path is not None]
 
 
 def _collate(items: Sequence[Mapping[str, Any]], collator: VlmCollator) -> dict[str, Tensor]:
-    examples = [{**item["record"], "row_id": item["row_id"]} for item in items]
-    batch = collator.with_folder(items[0]["folder"])(examples)
+    examples = [{**item["record"], "row_id": item["row_id"], "place": item["place"]} for item in items]
+    batch = collator(examples, [item["folder"] for item in items])
     batch["loss_mask"][torch.tensor([item["filler"] for item in items])] = 0
     return batch

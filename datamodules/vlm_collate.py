@@ -65,40 +65,41 @@ class VlmCollator:
     Args:
         encoder: Encodes the rows.
         inject_fake_image: See `dspark_vlm_collate_fn`.
-        folder: Where relative paths of pictures start.
     """
 
-    def __init__(self, encoder: VlmEncoder, inject_fake_image: bool = True, folder: Path | None = None) -> None:
-        self.encoder, self.inject_fake_image, self.folder = encoder, inject_fake_image, folder
+    def __init__(self, encoder: VlmEncoder, inject_fake_image: bool = True) -> None:
+        self.encoder, self.inject_fake_image = encoder, inject_fake_image
         self.pad_token_id = padding_token_id(encoder.processor.tokenizer)
 
-    def with_folder(self, folder: Path | None) -> "VlmCollator":
-        """The same collator, with relative paths of pictures starting at `folder`."""
-        return VlmCollator(self.encoder, self.inject_fake_image, folder)
-
-    def encode(self, example: object) -> tuple[VlmRow, int]:
+    def encode(self, example: object, folder: Path | None = None) -> tuple[VlmRow, int]:
         """One row, with the white picture behind it where it has none, and how many of its tokens are real.
+
+        Args:
+            example: One row, as it was read.
+            folder: Where relative paths of its pictures start.
 
         Raises:
             BadRow: The row cannot be used.
             ValueError: No row could be, with this template, processor or max_length.
         """
-        chat = parse_vlm_row(example, self.folder)
+        chat = parse_vlm_row(example, folder)
         row = self.encoder.encode(chat)
         if self.inject_fake_image and not row.media:
             return with_white_image(row, self.encoder, chat)
         return row, len(row.input_ids)
 
-    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """One batch; see `dspark_vlm_collate_fn`."""
+    def __call__(
+        self, examples: Sequence[Mapping[str, Any]], folders: Sequence[Path | None] | None = None
+    ) -> dict[str, Tensor]:
+        """One batch; see `dspark_vlm_collate_fn`. `folders`: where the relative paths of each row start."""
         length = self.encoder.max_length
         batch: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "attention_mask", "loss_mask")}
         media: dict[str, list[Tensor]] = {}
         for place, example in enumerate(examples):
             try:
-                row, real = self.encode(example)
+                row, real = self.encode(example, None if folders is None else folders[place])
             except BadRow as error:
-                raise ValueError(f"row {example.get('row_id', place)}: {error}") from error
+                raise ValueError(f"{_name(example, place)}: {error}") from error
             batch["input_ids"].append(_pad(row.input_ids, length, self.pad_token_id))
             batch["loss_mask"].append(_pad(row.loss_mask, length))
             batch["attention_mask"].append((torch.arange(length) < real).long())
@@ -110,6 +111,12 @@ class VlmCollator:
         tensors = {name: torch.stack(values) for name, values in batch.items()}
         tensors |= {"row_id": torch.stack(numbers)} if numbers else {}
         return tensors | {name: torch.cat(values) for name, values in media.items()}
+
+
+def _name(example: object, place: int) -> str:
+    """How errors call a row: as its file and line, by its number, or by its place in the batch."""
+    known = example if isinstance(example, Mapping) else {}
+    return str(known.get("place", f"row {known.get('row_id', place)}"))
 
 
 def _pad(values: Tensor, length: int, fill: int = 0) -> Tensor:

@@ -47,6 +47,8 @@ class VlmEncoder:
     def __init__(self, processor: ProcessorMixin, max_length: int, renderer: ChatRenderer) -> None:
         self.processor, self.max_length, self.renderer = processor, max_length, renderer
         self._vision_ids = sorted(vision_token_ids(processor))
+        parts = (getattr(processor, name, None) for name in ("image_processor", "video_processor", "feature_extractor"))
+        self._media_names = {name for part in parts for name in getattr(part, "model_input_names", ())}
 
     def encode(self, row: VlmChat) -> VlmRow:
         """Encode one row.
@@ -97,7 +99,10 @@ class VlmEncoder:
     def placeholder(self) -> str:
         """What the chat template writes for a picture."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
-        text = self.renderer.render_prompt(chat)
+        try:
+            text = self.renderer.render_prompt(chat)
+        except BadRow as error:
+            raise ValueError(f"no text can be had for a white picture: {error}") from error
         encoding = self.renderer.encode_text(text)
         places = [span for i, span in encoding if i in set(self._vision_ids)]
         if not places:
@@ -122,7 +127,11 @@ class VlmEncoder:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise BadRow(f"{type(self.processor).__name__} refuses the row: {reason}") from error
         ids, _ = features.pop("input_ids"), features.pop("attention_mask")
-        per_token = {name: values[0] for name, values in features.items() if values.shape == ids.shape}
+        per_token = {
+            name: values[0]
+            for name, values in features.items()
+            if values.shape == ids.shape and name not in self._media_names  # a grid of one picture can be [1, 3] too
+        }
         rest = {name: values for name, values in features.items() if name not in per_token}
         return VlmRow(ids[0], torch.zeros_like(ids[0]), per_token, rest)
 

@@ -40,13 +40,19 @@ def build_dspark_vlm_dataloader(
         inject_fake_image: See `dspark_vlm_collate_fn`.
 
     Raises:
-        ValueError: dataset_cfg is no such thing, has no rows, or `distributed` without a process group.
+        ValueError: dataset_cfg is no such thing or has no rows; `distributed` without a process group; or a dp_mesh
+            of several dimensions or without `distributed`.
     """
     dataset = dataset_cfg.instantiate() if hasattr(dataset_cfg, "instantiate") else dataset_cfg
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(f"dataset_cfg must give a sequence of rows, got {type(dataset).__name__}")
     if not len(dataset):
         raise ValueError("dataset_cfg gives no rows")
+    if dp_mesh is not None and (not distributed or dp_mesh.ndim != 1):
+        raise ValueError(
+            f"dp_mesh must be a mesh of one dimension, given together with distributed, got {dp_mesh.ndim} dimensions "
+            f"and distributed {distributed}"
+        )
     rows = _NumberedRows(dataset)
     sampler: DistributedSampler[Any] | None = None
     if distributed:

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from dspark_lightning.datamodules.images import load_image
-from dspark_lightning.datamodules.rows import BadRow, Chat, TokenRow, parse_row
+from dspark_lightning.datamodules.rows import TURN_KEYS, BadRow, Chat, TokenRow, parse_row
 
 _SOURCES = {"image": ("image", "path", "bytes", "base64"), "video": ("video", "path")}
 
@@ -53,6 +53,19 @@ def parse_vlm_row(record: object, folder: Path | None = None) -> VlmChat:
     if left_over:
         raise BadRow(f"the row has {left_over} pictures more than its turns have parts of type 'image'")
     return VlmChat(chat, media["image"], media["video"])
+
+
+def sources(record: object) -> Iterator[object]:
+    """What the parts and the lists of a record give as pictures, without reading any."""
+    if not isinstance(record, Mapping):
+        return
+    yield from _waiting_images(record)
+    for key in TURN_KEYS:
+        for turn in record.get(key) or ():
+            parts = turn.get("content") if isinstance(turn, Mapping) else None
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, Mapping) and part.get("type") == "image":
+                    yield from (part[name] for name in _SOURCES["image"] if part.get(name) is not None)
 
 
 def _waiting_images(record: object) -> Iterator[object]:

@@ -1,5 +1,6 @@
 """The `dspark` command: LightningCLI for training, and the tools beside it."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -117,6 +118,7 @@ def main(args: ArgsType = None) -> None:
     """Run `dspark SUBCOMMAND ...`; errors in what the user gave end with one line on stderr and exit code 2."""
     for pattern in (".*was deprecated in v4.49.0", ".*LeafSpec"):  # Lightning's own calls: nothing for the user to do
         warnings.filterwarnings("ignore", message=pattern)
+    sys.path.append(os.getcwd())  # where the user's own modules are; behind all others, so that nothing is shadowed
     argv = sys.argv[1:] if args is None else args
     try:
         if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
@@ -140,9 +142,13 @@ def _message_for_the_user(error: BaseException | None) -> str | None:
         frame = error.__traceback__
         while frame is not None and frame.tb_next is not None:
             frame = frame.tb_next
-        ours = frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("dspark_lightning")
-        if isinstance(error, MisconfigurationException) or (isinstance(error, ValueError) and ours):
+        module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+        # Lightning raises plain ones over settings of the trainer.
+        ours = isinstance(error, ValueError) and module.startswith(("dspark_lightning", "lightning.pytorch"))
+        if isinstance(error, MisconfigurationException) or ours:
             return str(error)
+        if isinstance(error, ValueError) and "in DataLoader worker process" in str(error):
+            return str(error).strip().splitlines()[-1].partition(": ")[2]
         error = error.__cause__ or error.__context__
     return None
 

@@ -49,6 +49,21 @@ class Acceptance:
         return low, high
 
 
+def held_out_rows(mask_token_id: int, rows: str = "train") -> VLMDataModule:
+    """The held-out rows of the picture task, set up for validation; `rows` is a slice of them, such as "train[:20]"."""
+    data = VLMDataModule(
+        "embedded",
+        val_data="embedded",
+        val_split=rows,
+        tokenizer=TARGET,
+        mask_token_id=mask_token_id,
+        max_length=80,
+        batch_size=10,
+    )
+    data.setup("validate")
+    return data
+
+
 @torch.no_grad()
 def picture_acceptance(draft: DSparkDraft, data: VLMDataModule, target: HFDSparkTargetModel) -> Acceptance:
     """Measure a draft on the validation rows of a set up datamodule, each with one picture of the same size."""
@@ -90,15 +105,7 @@ def main() -> None:
     parser.add_argument("draft", help="folder of the exported draft")
     draft = load_pretrained_draft(parser.parse_args().draft)
     cast(nn.Module, draft).float()
-    data = VLMDataModule(
-        "embedded",
-        val_data="embedded",
-        tokenizer=TARGET,
-        mask_token_id=draft.mask_token_id,
-        max_length=80,
-        batch_size=10,
-    )
-    data.setup("validate")
+    data = held_out_rows(draft.mask_token_id)
     target = HFDSparkTargetModel(load_target(TARGET), draft.target_layer_ids)
     measured = picture_acceptance(draft, data, target)
     (true, wrong), (low, high) = measured.rates(), measured.interval()

@@ -63,6 +63,27 @@ def test_sixteen_bits_become_eight() -> None:
     assert [to_rgb(source).getpixel((x, 0)) for x in (0, 1)] == [(255,) * 3, (128,) * 3]
 
 
+def test_a_photo_is_turned_upright() -> None:
+    """Cameras store the picture as the chip saw it, and which way is up beside it."""
+    image = Image.new("RGB", (6, 4), RED)
+    exif = image.getexif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", exif=exif)
+    assert load_image(buffer.getvalue()).size == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "grey"), [("I", 65535, 255), ("I", 200, 200), ("F", 1.0, 255), ("F", 100.0, 100)]
+)
+def test_numbers_of_other_ranges(mode: str, value: float, grey: int) -> None:
+    assert to_rgb(Image.new(mode, (1, 1), value)).getpixel((0, 0)) == (grey,) * 3
+
+
+def test_base64_with_line_breaks() -> None:
+    assert load_image(base64.encodebytes(png() + b" " * 60).decode()).size == (6, 4)
+
+
 def test_colours_survive_a_palette() -> None:
     assert to_rgb(picture().convert("P", palette=Image.Palette.ADAPTIVE)).getpixel((5, 3)) == BLUE
 
@@ -97,6 +118,8 @@ def test_grey_with_alpha() -> None:
         ("https://example.org/a.png", r"'https://example\.org/a\.png' is a URL: download it"),
         (b"not an image", "the image in 12 bytes cannot be read: no known format"),
         (png()[:45], "the image in 45 bytes cannot be read"),
+        ("~nosuchuser/a.png", "does not exist or is no file"),
+        ("/tmp", "does not exist or is no file"),
         (7, "must be a PIL image, a path, bytes or base64, got int"),
         (None, "got NoneType"),
         ("data:image/png;base64,???", "neither a file that exists nor base64"),

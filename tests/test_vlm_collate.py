@@ -110,7 +110,7 @@ def features_and_logits(family: str, batch: dict[str, Tensor], row: int, masked:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_white_picture_changes_nothing_else(family: str, text_first: bool, masked: bool) -> None:
     """Neither the row it is appended to, nor a row with a picture of its own beside it."""
-    text, image = text_row(), image_row(picture(56, 56))
+    text, image = text_row(), image_row(picture(84, 56))  # not of the white picture's size
     together = collate(family, *((text, image) if text_first else (image, text)))[1]
     alone = collate(family, text, inject_fake_image=False)[1], collate(family, image)[1]
     for row, expected in enumerate(alone if text_first else reversed(alone)):
@@ -174,6 +174,23 @@ def test_a_row_does_not_depend_on_its_batch(family: str) -> None:
         alone = collate(family, row)[1]
         for name in MASKS:
             assert torch.equal(together[name][place], alone[name][0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cut_row_keeps_a_picture_of_one_token(family: str) -> None:
+    """Its grid has the shape of three token ids."""
+    row, first = image_row(picture(28, 28), picture(84, 56)), image_row(picture(28, 28))
+    processor, whole = collate(family, row)
+    spans = placeholder_spans(whole["input_ids"][0], processor)
+    _, cut = collate(family, row, length=spans[1][1] - 1)
+    _, alone = collate(family, first)
+    for name in alone.keys() - MASKS - {"mm_token_type_ids"}:
+        assert torch.equal(cut[name], alone[name]), name
+
+
+def test_a_row_that_is_no_object_is_named() -> None:
+    with pytest.raises(ValueError, match="row 0: expected an object with the fields of a row, got str"):
+        dspark_vlm_collate_fn(["hello"], tiny_vlm("qwen3_vl")[1], LENGTH)  # type: ignore[list-item]
 
 
 ROW_ERRORS: dict[str, tuple[dict[str, Any], str]] = {

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -150,9 +151,11 @@ def test_rows_are_counted_by_what_becomes_of_them(
     summary = data._rows["train"].summary()
     assert "4 rows read, 2 kept (dropped: 1 malformed, 1 under 4 supervised tokens), 1 of them cut" in summary
     assert data._rows["train"].errors(3) == [
-        f"{tmp_path / 'rows.jsonl'}:3: the image file '{tmp_path / 'no.png'}' does not exist"
+        f"{tmp_path / 'rows.jsonl'}:3: the image file '{tmp_path / 'no.png'}' does not exist or is no file"
     ]
-    with pytest.raises(ValueError, match=r"rows\.jsonl:3: the image file '.*no\.png' does not exist \(1 bad rows"):
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl:3: the image file '.*no\.png' does not exist or is no file \(1 bad rows"
+    ):
         module(processor, str(tmp_path / "rows.jsonl"))
 
 
@@ -163,6 +166,61 @@ def test_rows_are_the_same_only_with_the_same_pictures(processor: str, tmp_path:
     data = module(processor, train, val_data=held_out, batch_size=1)
     assert "1 kept (dropped: 1 identical to a validation row)" in data._rows["train"].summary()
     assert first_batch(data)["row_id"].tolist() == [0]
+
+
+def test_every_file_has_its_own_folder(processor: str, tmp_path: Path) -> None:
+    """Two files beside pictures of the same name."""
+    for seed, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        picture(56, 56, seed).save(tmp_path / name / "x.png")
+        write(tmp_path / name / "rows.jsonl", [{"conversation": turns({"type": "image", "path": "x.png"})}])
+    batch = first_batch(module(processor, str(tmp_path / "*" / "rows.jsonl")))
+    order = batch["row_id"].tolist()
+    expected = dspark_vlm_collate_fn([rows_of_a_function()[i] for i in order], load_processor(processor), LENGTH)
+    assert torch.equal(batch["pixel_values"], expected["pixel_values"])
+
+
+def test_another_picture_in_the_same_file_is_encoded_again(processor: str, tmp_path: Path) -> None:
+    path = SOURCES["paths beside the file"](tmp_path)
+    before = module(processor, path)._rows["train"].encoded(0)["input_ids"]
+    picture(112, 56).save(tmp_path / "0.png")
+    after = module(processor, path)._rows["train"].encoded(0)["input_ids"]
+    assert len(after) > len(before)
+
+
+def test_a_picture_that_goes_missing_names_its_row(processor: str, tmp_path: Path) -> None:
+    data = module(processor, SOURCES["paths beside the file"](tmp_path))
+    (tmp_path / "1.png").unlink()
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: the image file .*1\.png"):
+        first_batch(data)
+
+
+def test_rows_of_a_slice_keep_their_numbers(processor: str, tmp_path: Path) -> None:
+    rows = [{"messages": turns(question=f"What is {i}?")} for i in range(5)]
+    data = module(processor, write(tmp_path / "rows.jsonl", rows), train_split="train[2:4]")
+    batch = first_batch(data)
+    for place, row_id in enumerate(batch["row_id"].tolist()):
+        assert row_id in (2, 3)
+        text = data._vlm.processor.tokenizer.decode(batch["input_ids"][place])
+        assert f"What is {row_id}?" in text
+
+
+def test_options_reach_the_loss_mask(processor: str, tmp_path: Path) -> None:
+    two = [*turns({"type": "image", "path": "a.png"}), *turns(question="Sure?", answer="Yes, I am quite sure.")]
+    picture(56, 56).save(tmp_path / "a.png")
+    path = write(tmp_path / "rows.jsonl", [{"conversation": two}])
+    whole, last = (module(processor, path, supervise=s, batch_size=1) for s in ("all", "last"))
+    assert whole.preview().count("⟦") == 2
+    assert last.preview().count("⟦") == 1 and "⟦Yes, I am quite sure.<|im_end|>⟧" in last.preview()
+    shown = first_batch(last)["loss_mask"].sum() < first_batch(whole)["loss_mask"].sum()
+    assert shown
+
+
+def test_the_white_picture_is_part_of_the_cache_key(processor: str, tmp_path: Path) -> None:
+    """With it less text fits."""
+    path = write(tmp_path / "rows.jsonl", [{"messages": turns(answer=ANSWER * 9)}] * 2)
+    counts = [module(processor, path, inject_fake_image=flag)._rows["train"].column("supervised") for flag in (1, 0)]
+    assert (counts[0] < counts[1]).all()
 
 
 def test_the_supervised_part_is_shown(processor: str, tmp_path: Path) -> None:
@@ -237,6 +295,8 @@ def test_the_dataloader(source: Any, processor: str) -> None:
         (7, {}, "dataset_cfg must give a sequence of rows, got int"),
         ([], {}, "dataset_cfg gives no rows"),
         ([{}], {"distributed": True}, "distributed is true"),
+        ([{}], {"dp_mesh": SimpleNamespace(ndim=1)}, "dp_mesh must be .* distributed False"),
+        ([{}], {"dp_mesh": SimpleNamespace(ndim=2), "distributed": True}, "dp_mesh must be .* got 2 dimensions"),
     ],
 )
 def test_a_dataloader_that_cannot_be(source: Any, options: dict[str, Any], message: str, processor: str) -> None:

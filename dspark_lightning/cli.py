@@ -118,7 +118,8 @@ def main(args: ArgsType = None) -> None:
     """Run `dspark SUBCOMMAND ...`; errors in what the user gave end with one line on stderr and exit code 2."""
     for pattern in (".*was deprecated in v4.49.0", ".*LeafSpec"):  # Lightning's own calls: nothing for the user to do
         warnings.filterwarnings("ignore", message=pattern)
-    sys.path.append(os.getcwd())  # where the user's own modules are; behind all others, so that nothing is shadowed
+    if os.getcwd() not in sys.path:  # where the user's own modules are; behind all others, so that none is shadowed
+        sys.path.append(os.getcwd())
     argv = sys.argv[1:] if args is None else args
     try:
         if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:

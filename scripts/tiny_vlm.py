@@ -360,6 +360,8 @@ def main() -> None:
         f"Wrote {arguments.folder}: {type(model).__name__}, {parameters:,} parameters, "
         f"vocabulary of {len(processor.tokenizer):,} tokens, {type(processor).__name__}"
     )
+    config = f"configs/tiny/{arguments.family.replace('gemma4_unified', 'gemma4')}.yaml"
+    print(f"Next: dspark fit --config {config} --model.init_args.target {arguments.folder}")
 
 
 if __name__ == "__main__":

@@ -214,3 +214,19 @@ def other_target(folder: str) -> None:
     weights = load_file(Path(folder) / "model.safetensors")
     weights["model.norm.weight"] = 2 * weights["model.norm.weight"]
     save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_modules_beside_the_user_are_found(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A function that makes rows, in the folder where the command is typed."""
+    rows = '[{"prompt": f"What is {i}?", "response": "It is a number, as you can see."} for i in range(12)]'
+    (in_tmp / "rows_of_mine.py").write_text(f"def load():\n    return {rows}\n")
+    arguments = command("fit", data__init_args__train_data="rows_of_mine:load", trainer__max_steps=1)
+    main([*arguments, "--data.init_args.val_data=null", "--trainer.val_check_interval=1.0"])
+    assert "Trained 1 steps" in capsys.readouterr().out
+
+
+def test_a_wrong_trainer_setting_ends_with_one_line(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(command("fit", trainer__val_check_interval=100_000))
+    assert error.value.code == 2
+    assert "val_check_interval" in capsys.readouterr().err.splitlines()[-1]

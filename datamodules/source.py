@@ -117,7 +117,8 @@ def _folders(files: list[str]) -> Callable[[int], Path | None]:
     folders = {Path(file).parent for file in files}
     if len(folders) <= 1:
         return lambda row: next(iter(folders), None)
-    count = _parquet_rows if files[0].endswith(".parquet") else _array_rows if _is_array(files[0]) else _line_count
+    is_parquet = files[0].endswith(".parquet")
+    count = cache(_parquet_rows if is_parquet else _array_rows if _is_array(files[0]) else _line_count)
     return lambda row: Path(_file_and_row(files, row, count)[0]).parent
 
 
@@ -194,18 +195,15 @@ def _file_and_row(files: list[str], row: int, count: Callable[[str], int]) -> tu
     return files[-1], row
 
 
-@cache
 def _line_count(file: str) -> int:
     with open(file, encoding="utf-8") as stream:
         return sum(1 for _ in stream)
 
 
-@cache
 def _array_rows(file: str) -> int:
     return len(json.loads(Path(file).read_text(encoding="utf-8")))
 
 
-@cache
 def _parquet_rows(file: str) -> int:
     return len(load_dataset("parquet", data_files=[file], split="train"))
 

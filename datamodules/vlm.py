@@ -4,11 +4,12 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import FILLER
 from dspark_lightning.datamodules.settings import Settings
 from dspark_lightning.datamodules.source import Source
-from dspark_lightning.datamodules.vlm_collate import VlmCollator, vlm_renderer
+from dspark_lightning.datamodules.vlm_collate import Origin, VlmCollator, vlm_renderer
 from dspark_lightning.datamodules.vlm_encode import VlmEncoder
 from dspark_lightning.embedded import embedded_pictures_data
 from dspark_lightning.loading import target_source
@@ -52,13 +53,13 @@ class VLMDataModule(ChatDataModule):
 
     def _new_encoder(self, settings: Settings) -> RowEncoder:
         processor = load_processor(target_source(settings.tokenizer), settings.trust_remote_code)
-        self._vlm = VlmEncoder(processor, self.max_length, vlm_renderer(processor, **self._renderer_options()))
+        renderer = vlm_renderer(processor, **self._renderer_options())
         return VlmRowEncoder(
-            self._vlm.renderer,
+            renderer,
             self.max_length,
             settings.mask_token_id,
             self.max_bad_rows,
-            collator=VlmCollator(self._vlm, self.inject_fake_image),
+            collator=VlmCollator(VlmEncoder(processor, self.max_length, renderer), self.inject_fake_image),
         )
 
     def _embedded_data(self, split: Literal["train", "heldout"]) -> Path:
@@ -69,7 +70,7 @@ class VLMDataModule(ChatDataModule):
         return VlmRowSet(name, table, np.arange(len(table)), source=source)
 
     def _collate_fn(self) -> Callable[[Any], dict[str, Tensor]]:
-        return partial(_collate, collator=VlmCollator(self._vlm, self.inject_fake_image))
+        return partial(_collate, collator=cast(VlmRowEncoder, self._encoder).collator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +87,11 @@ class VlmRowEncoder(RowEncoder):
     def _fingerprint(self, source: Source) -> str:
         """Also of the picture files that the rows name: another picture may have another number of tokens."""
         digest = hashlib.blake2b(super()._fingerprint(source).encode(), digest_size=16)
-        for start in range(0, 0 if source.rows is not None else len(source.table), 1000):
-            batch = source.table[start : start + 1000]
+        # Columns of pictures hold these themselves; they belong to the fingerprint of the table, and are not read here.
+        names = [name for name, feature in source.table.features.items() if "Image(" not in repr(feature)]
+        table = source.table.select_columns(names)
+        for start in range(0, 0 if source.rows is not None else len(table), 1000):
+            batch = table[start : start + 1000]
             for i, row_id in enumerate(source.row_ids[start : start + 1000].tolist()):
                 for path in picture_files(source, batch, i, row_id):
                     stat = path.stat()
@@ -111,16 +115,23 @@ class VlmRowEncoder(RowEncoder):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VlmRowSet(RowSet):
-    """Kept rows; item i is a dict of the row's `record`, `row_id`, `place`, `folder`, and whether it is a `filler`."""
+    """Kept rows; item i is a dict of the row's `record`, its `origin` and whether it is a `filler`."""
 
     source: Source
 
+    @cached_property
+    def places(self) -> npt.NDArray[np.int64]:
+        """Where in the table of the source each kept row stands."""
+        order = np.argsort(self.source.row_ids)
+        found: npt.NDArray[np.int64] = order[np.searchsorted(self.source.row_ids[order], self.column("row_id"))]
+        return found
+
     def __getitem__(self, index: int) -> dict[str, Any]:
-        row_id = int(self.encoded(index)["row_id"])
-        place = int(np.flatnonzero(self.source.row_ids == row_id)[0])
-        record = self.source.record(self.source.table[place : place + 1], 0)
-        named = {"row_id": row_id, "place": self.source.place(row_id), "folder": self.source.folder_of(row_id)}
-        return {"record": record, "filler": index == FILLER, **named}
+        place = int(self.places[max(index, 0)])
+        row_id = int(self.source.row_ids[place])
+        record = cast(Mapping[str, Any], self.source.record(self.source.table[place : place + 1], 0))
+        origin = Origin(self.source.folder_of(row_id), partial(self.source.place, row_id))
+        return {"record": {**record, "row_id": row_id}, "origin": origin, "filler": index == FILLER}
 
 
 def picture_files(source: Source, batch: dict[str, list[Any]], i: int, row_id: int) -> list[Path]:
@@ -135,7 +146,6 @@ def picture_files(source: Source, batch: dict[str, list[Any]], i: int, row_id: i
 
 
 def _collate(items: Sequence[Mapping[str, Any]], collator: VlmCollator) -> dict[str, Tensor]:
-    examples = [{**item["record"], "row_id": item["row_id"], "place": item["place"]} for item in items]
-    batch = collator(examples, [item["folder"] for item in items])
+    batch = collator([item["record"] for item in items], [item["origin"] for item in items])
     batch["loss_mask"][torch.tensor([item["filler"] for item in items])] = 0
     return batch

@@ -1,9 +1,9 @@
 """The unshifted collate for rows with pictures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,13 @@ def vlm_renderer(processor: ProcessorMixin, **options: Any) -> ChatRenderer:
     return ChatRenderer(processor.tokenizer, **options)
 
 
+class Origin(NamedTuple):
+    """Where a row comes from."""
+
+    folder: Path | None  # where its relative paths start
+    name: Callable[[], str]  # its file and line, which only errors ask for
+
+
 class VlmCollator:
     """`dspark_vlm_collate_fn` with an encoder of one's own.
 
@@ -89,17 +96,18 @@ class VlmCollator:
         return row, len(row.input_ids)
 
     def __call__(
-        self, examples: Sequence[Mapping[str, Any]], folders: Sequence[Path | None] | None = None
+        self, examples: Sequence[Mapping[str, Any]], origins: Sequence[Origin] | None = None
     ) -> dict[str, Tensor]:
-        """One batch; see `dspark_vlm_collate_fn`. `folders`: where the relative paths of each row start."""
+        """One batch; see `dspark_vlm_collate_fn`. `origins`: of each row, for its relative paths and for errors."""
         length = self.encoder.max_length
         batch: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "attention_mask", "loss_mask")}
         media: dict[str, list[Tensor]] = {}
         for place, example in enumerate(examples):
             try:
-                row, real = self.encode(example, None if folders is None else folders[place])
+                row, real = self.encode(example, None if origins is None else origins[place].folder)
             except BadRow as error:
-                raise ValueError(f"{_name(example, place)}: {error}") from error
+                name = _number(example, place) if origins is None else origins[place].name()
+                raise ValueError(f"{name}: {error}") from error
             batch["input_ids"].append(_pad(row.input_ids, length, self.pad_token_id))
             batch["loss_mask"].append(_pad(row.loss_mask, length))
             batch["attention_mask"].append((torch.arange(length) < real).long())
@@ -113,10 +121,9 @@ class VlmCollator:
         return tensors | {name: torch.cat(values) for name, values in media.items()}
 
 
-def _name(example: object, place: int) -> str:
-    """How errors call a row: as its file and line, by its number, or by its place in the batch."""
-    known = example if isinstance(example, Mapping) else {}
-    return str(known.get("place", f"row {known.get('row_id', place)}"))
+def _number(example: object, place: int) -> str:
+    """How errors call a row that came without its origin: by its number, or by its place in the batch."""
+    return f"row {example.get('row_id', place) if isinstance(example, Mapping) else place}"
 
 
 def _pad(values: Tensor, length: int, fill: int = 0) -> Tensor:

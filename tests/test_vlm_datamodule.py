@@ -195,13 +195,14 @@ def test_a_picture_that_goes_missing_names_its_row(processor: str, tmp_path: Pat
         first_batch(data)
 
 
-def test_rows_of_a_slice_keep_their_numbers(processor: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("split", ["train[2:4]", "train[3:4]+train[2:3]"])
+def test_rows_of_a_slice_keep_their_numbers(processor: str, tmp_path: Path, split: str) -> None:
     rows = [{"messages": turns(question=f"What is {i}?")} for i in range(5)]
-    data = module(processor, write(tmp_path / "rows.jsonl", rows), train_split="train[2:4]")
+    data = module(processor, write(tmp_path / "rows.jsonl", rows), train_split=split)
     batch = first_batch(data)
     for place, row_id in enumerate(batch["row_id"].tolist()):
         assert row_id in (2, 3)
-        text = data._vlm.processor.tokenizer.decode(batch["input_ids"][place])
+        text = data._encoder.renderer.tokenizer.decode(batch["input_ids"][place])
         assert f"What is {row_id}?" in text
 
 

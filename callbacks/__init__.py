@@ -2,7 +2,8 @@
 
 from dspark_lightning.callbacks.acceptance import AcceptanceMetrics
 from dspark_lightning.callbacks.draft_export import DraftExport
+from dspark_lightning.callbacks.rank_agreement import RankAgreement
 from dspark_lightning.callbacks.rope_precision import RopePrecisionCheck
 from dspark_lightning.callbacks.step_timer import StepTimer
 
-__all__ = ["AcceptanceMetrics", "DraftExport", "RopePrecisionCheck", "StepTimer"]
+__all__ = ["AcceptanceMetrics", "DraftExport", "RankAgreement", "RopePrecisionCheck", "StepTimer"]

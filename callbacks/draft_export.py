@@ -14,9 +14,11 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.export import export_draft, serve_command
+from dspark_lightning.sharding import full_state_dict, is_sharded
 
 
 class DraftExport(Callback):
@@ -34,6 +36,7 @@ class DraftExport(Callback):
     def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = dirpath
         self._parent = Path()
+        self._last_step = -1
         self._checkpoints: dict[Path, set[Path]] = {}  # what ModelCheckpoint saved at the step of each folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -41,7 +44,7 @@ class DraftExport(Callback):
         del pl_module
         if stage == "fit":
             self._parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-            self._checkpoints = {}
+            self._last_step, self._checkpoints = -1, {}
             if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 try:  # now, not after hours of training
                     self._parent.mkdir(parents=True, exist_ok=True)
@@ -52,34 +55,43 @@ class DraftExport(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Export what is about to be saved, once per step however many checkpoints it has."""
         del checkpoint
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = self._parent / f"dspark-step={trainer.global_step}"
-        if folder not in self._checkpoints:
-            self._delete_stale()
-            self._export(pl_module, folder)
+        if self._last_step != trainer.global_step:  # on every rank alike
+            self._last_step = trainer.global_step
+            if trainer.is_global_zero:
+                self._delete_stale()
+            self._export(trainer, pl_module, folder)
         self._checkpoints.setdefault(folder, set()).update(_about_to_be_saved(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Export the final draft and say how to serve it."""
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._delete_stale()
-            self._export_final(pl_module)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if trainer.is_global_zero:
+                self._delete_stale()
+            self._export_final(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Ctrl-C ends a fit too."""
-        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and trainer.global_step > 0:
-            self._export_final(pl_module)
+        """Ctrl-C ends a fit too, except that ranks which hold parts of the draft no longer wait for each other."""
+        if isinstance(exception, KeyboardInterrupt) and trainer.global_step > 0:
+            if not is_sharded(cast(nn.Module, pl_module.draft)):
+                self._export_final(trainer, pl_module)
+            else:
+                rank_zero_info("No draft is exported; the last checkpoint has one: dspark export --ckpt_path ...")
 
-    def _export_final(self, pl_module: LightningModule) -> None:
-        path = self._export(pl_module, self._parent / "dspark-draft")
+    def _export_final(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        path = self._export(trainer, pl_module, self._parent / "dspark-draft")
         hp = pl_module.hparams
         rank_zero_info(f"Next: {serve_command(path, hp['target'], hp['block_size'])}")
 
-    def _export(self, pl_module: LightningModule, folder: Path) -> Path:
-        path = export_draft(cast(DSparkDraft, pl_module.draft), folder)
-        rank_zero_info(f"Draft exported to {path}")
-        return path
+    def _export(self, trainer: Trainer, pl_module: LightningModule, folder: Path) -> Path:
+        draft = cast(DSparkDraft, pl_module.draft)
+        weights = full_state_dict(draft)  # with the help of all ranks
+        if trainer.is_global_zero:
+            export_draft(draft, folder, weights)
+            rank_zero_info(f"Draft exported to {folder}")
+        return folder
 
     def _delete_stale(self) -> None:
         """Delete the folders of steps whose checkpoints are known, and gone."""

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 # Importing these makes their short names known to the command line.
 import dspark_lightning.callbacks
@@ -65,8 +66,14 @@ class DSparkCLI(LightningCLI):
         if ckpt_path is None:
             if required and self.model.hparams["draft_init"] is None:
                 raise ValueError("ckpt_path is not set: the draft would have random weights; give --ckpt_path")
-        elif ckpt_path not in ("best", "last", "hpc") and not Path(ckpt_path).is_dir():  # a folder is a sharded one
+        elif ckpt_path not in ("best", "last", "hpc"):
             read_checkpoint(ckpt_path)
+            strategy = self.trainer.strategy
+            if Path(ckpt_path).is_dir() and not isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)):
+                raise ValueError(
+                    f"the checkpoint {ckpt_path!r} is sharded, which {type(strategy).__name__} cannot read: run under "
+                    "the strategy that wrote it, or export its draft and start from that with draft_init"
+                )
 
 
 class SaveConfig(SaveConfigCallback):
@@ -102,7 +109,7 @@ def export(ckpt_path: Path, output: Path) -> None:
     """Write the draft of a training checkpoint as a folder that serving engines load.
 
     Args:
-        ckpt_path: checkpoint file of a `DSparkModule`.
+        ckpt_path: checkpoint of a `DSparkModule`, a file or a sharded folder.
         output: folder to write; its name must contain "dspark" and not "dflash".
     """
     check_export_path(output)
@@ -126,7 +133,7 @@ def main(args: ArgsType = None) -> None:
             jsonargparse.auto_cli(TOOLS[argv[0]], args=list(argv[1:]), prog=f"dspark {argv[0]}", as_positional=False)
         else:
             run_lightning(args)
-    except (ValueError, MisconfigurationException) as error:
+    except (ValueError, RuntimeError, MisconfigurationException) as error:
         message = _message_for_the_user(error)
         if message is None:
             raise
@@ -146,6 +153,8 @@ def _message_for_the_user(error: BaseException | None) -> str | None:
         module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
         # Lightning raises plain ones over settings of the trainer.
         ours = isinstance(error, ValueError) and module.startswith(("dspark_lightning", "lightning.pytorch"))
+        # Lightning's own over a rank that has no batch at all
+        ours |= isinstance(error, RuntimeError) and "within local rank has zero length" in str(error)
         if isinstance(error, MisconfigurationException) or ours:
             return str(error)
         if isinstance(error, ValueError) and "in DataLoader worker process" in str(error):

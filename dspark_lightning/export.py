@@ -9,6 +9,7 @@ import pickle
 import shlex
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
 from dspark_lightning.loading import target_source
+from dspark_lightning.replace import replace_path
+from dspark_lightning.sharded_checkpoint import read_sharded_meta, read_sharded_weights
 
 _FILES = _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
 
 
-def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
+def export_draft(draft: DSparkDraft, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> Path:
     """Write a draft as a servable folder; an existing one is replaced only once the new one is complete.
 
     Warns where an engine cannot serve this draft.
@@ -33,6 +36,7 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
     Args:
         draft: any DSpark draft.
         path: folder to write; its name must contain "dspark" and not "dflash", since engines go by it.
+        weights: written in place of the draft's own state dict, for a draft that is split over ranks.
 
     Returns:
         the folder.
@@ -42,12 +46,13 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
             finite, or a place that cannot be written.
     """
     path = check_export_path(path)
-    for name, tensor in draft.state_dict().items():
+    weights = draft.state_dict() if weights is None else weights
+    for name, tensor in weights.items():
         if not tensor.isfinite().all():
             raise ValueError(f"the draft cannot be exported: {name!r} holds NaN or infinite values")
     for warning in engine_warnings(draft):
         warnings.warn(warning, stacklevel=2)
-    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in draft.state_dict().items()}
+    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in weights.items()}
     scratch = path.with_name(f".{path.name}.writing")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
@@ -58,7 +63,7 @@ def export_draft(draft: DSparkDraft, path: str | Path) -> Path:
         (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
         # safetensors keeps the file to its owner; who serves may be another user.
         (scratch / _WEIGHTS).chmod((scratch / _CONFIG).stat().st_mode)
-        _replace_folder(scratch, path)
+        replace_path(scratch, path)
     except OSError as error:
         raise ValueError(f"cannot write the draft to {str(path)!r}: {error.strerror or error}") from error
     finally:
@@ -172,17 +177,17 @@ def load_draft_weights(draft: DSparkDraft, path: str | Path) -> None:
 
 
 def load_checkpoint_draft(ckpt_path: str | Path) -> tuple[DSparkDraft, str]:
-    """Take the draft out of a training checkpoint file; the target is not needed.
+    """Take the draft out of a training checkpoint, file or folder; the target is not needed.
 
     Returns:
         the draft, and the name of the target it was trained for.
 
     Raises:
-        ValueError: the file cannot be read, or was not written by a `DSparkModule`.
+        ValueError: it cannot be read, is incomplete, or was not written by a `DSparkModule`.
     """
-    checkpoint = read_checkpoint(ckpt_path)
-    prefix = "draft."
-    state = {n.removeprefix(prefix): t for n, t in checkpoint["state_dict"].items() if n.startswith(prefix)}
+    checkpoint, path, prefix = read_checkpoint(ckpt_path), Path(ckpt_path), "draft."
+    weights = read_sharded_weights(path) if path.is_dir() else checkpoint["state_dict"]
+    state = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     draft = build_draft_from_config(checkpoint["dspark"]["draft_config"])
     _load_strict(draft, state, Path(ckpt_path))
     cast(nn.Module, draft).eval()
@@ -190,23 +195,27 @@ def load_checkpoint_draft(ckpt_path: str | Path) -> tuple[DSparkDraft, str]:
 
 
 def read_checkpoint(ckpt_path: str | Path) -> dict[str, Any]:
-    """Open a training checkpoint file, its tensors left on disk.
+    """Open a training checkpoint: a file, its tensors left on disk, or what is no weight of a sharded folder.
 
     Raises:
-        ValueError: the file cannot be read, or was not written by a `DSparkModule`.
+        ValueError: it cannot be read, is incomplete, or was not written by a `DSparkModule`.
     """
-    try:
-        checkpoint: dict[str, Any] = torch.load(ckpt_path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise ValueError(f"cannot read the checkpoint {str(ckpt_path)!r}: {error.strerror or error}") from error
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{str(ckpt_path)!r} is not a checkpoint file, or is damaged ({type(error).__name__})"
-        ) from error
+    path = Path(ckpt_path)
+    checkpoint = read_sharded_meta(path) if path.is_dir() else _read_checkpoint_file(path)
     identity = checkpoint.get("dspark") if isinstance(checkpoint, dict) else None
     complete = isinstance(identity, dict) and {"target", "target_fingerprint", "draft_config"} <= identity.keys()
-    if not complete or "state_dict" not in checkpoint:
-        raise ValueError(f"the checkpoint {str(ckpt_path)!r} was not written by a DSparkModule")
+    if not complete or not (path.is_dir() or "state_dict" in checkpoint):
+        raise ValueError(f"the checkpoint {str(path)!r} was not written by a DSparkModule")
+    return checkpoint
+
+
+def _read_checkpoint_file(path: Path) -> dict[str, Any]:
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise ValueError(f"cannot read the checkpoint {str(path)!r}: {error.strerror or error}") from error
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{str(path)!r} is not a checkpoint file, or is damaged ({type(error).__name__})") from error
     return checkpoint
 
 
@@ -252,13 +261,3 @@ def _load_strict(draft: DSparkDraft, state: dict[str, Tensor], path: Path) -> No
         if here != there:
             raise ValueError(f"{name!r} has shape {there} in {str(path)!r}, the draft needs {here}")
     draft.load_state_dict(state)
-
-
-def _replace_folder(scratch: Path, path: Path) -> None:
-    """Put the finished folder in place; the old one is moved away first, since a rename cannot overwrite it."""
-    outdated = path.with_name(f".{path.name}.outdated")
-    shutil.rmtree(outdated, ignore_errors=True)
-    if path.exists():
-        path.rename(outdated)
-    scratch.rename(path)
-    shutil.rmtree(outdated, ignore_errors=True)

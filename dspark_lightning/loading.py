@@ -101,15 +101,38 @@ def load_target(
     return cast(PreTrainedModel, model)
 
 
+def load_empty_target(
+    target: str,
+    gguf_file: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """Build a target without its weights, on the meta device. Arguments and errors as for `load_target`."""
+    options = {"gguf_file": gguf_file} if gguf_file is not None else {}
+    config = _load(AutoConfig, target, options, trust_remote_code=trust_remote_code)
+    auto_class = _auto_class(target, gguf_file, trust_remote_code)
+    options = {"attn_implementation": attn_implementation} if attn_implementation is not None else {}
+    with torch.device("meta"):
+        model = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
+    _keep_dtype_behind_norms(model)
+    return cast(PreTrainedModel, model)
+
+
+def is_quantized(config: PretrainedConfig) -> bool:
+    """Whether the target's weights are stored quantised, in a layout that its config alone does not give."""
+    return getattr(config, "quantization_config", None) is not None
+
+
 def _keep_dtype_behind_norms(model: nn.Module) -> None:
     """Norms that stay fp32 in a half-precision target hand on what they were given.
 
     Those of DeepSeek V4 do not in every version of transformers, and the projection behind them then refuses fp32.
     """
-    dtype = cast(PreTrainedModel, model).dtype
+    if cast(PreTrainedModel, model).dtype == torch.float32:
+        return
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if "RMSNorm" in type(module).__name__ and isinstance(weight, Tensor) and weight.dtype != dtype:
+        if "RMSNorm" in type(module).__name__ and isinstance(getattr(module, "weight", None), Tensor):
             module.register_forward_hook(lambda _, inputs, output: output.to(inputs[0].dtype))
 
 

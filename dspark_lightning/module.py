@@ -8,26 +8,32 @@ from typing import Any, ClassVar, cast
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import AttentionKind, check_attention
-from dspark_lightning.callbacks import AcceptanceMetrics, RopePrecisionCheck
+from dspark_lightning.callbacks import AcceptanceMetrics, RankAgreement, RopePrecisionCheck
 from dspark_lightning.datamodules.resume import settle_progress
+from dspark_lightning.delivery import Delivery, from_rank_0, reads_for_others
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.config import DraftArgs
 from dspark_lightning.drafts.registry import resolve_dspark_draft_spec
 from dspark_lightning.drafts.spec import DraftSpec
 from dspark_lightning.export import load_draft_weights
+from dspark_lightning.host import OnHost, host_copies
 from dspark_lightning.identity import check_identity
-from dspark_lightning.loading import load_target, load_target_config
+from dspark_lightning.loading import is_quantized, load_empty_target, load_target, load_target_config
 from dspark_lightning.loss import EPS, check_loss_arguments, compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.schedule import warmup_cosine
+from dspark_lightning.sharding import data_parallel_mesh, gathered, shard_draft, shard_target
 from dspark_lightning.target import HFDSparkTargetModel, is_right_padded
 
 # Lightning finds the hook below worth a warning wherever a datamodule is used; nothing is wrong with that.
@@ -77,6 +83,8 @@ class DSparkModule(LightningModule):
             None leaves it to transformers.
         device_map: "auto" spreads a target that is too big for one GPU over this machine's GPUs, memory and disk; a
             mapping from module names places each module. None puts it whole on the device that trains.
+        shard_target: whether the target is split over the ranks too, under a strategy that splits the draft (FSDP1 or
+            FSDP2); False keeps a whole copy on every rank.
 
     Raises:
         ValueError: a value out of range; one line that names it.
@@ -112,6 +120,7 @@ class DSparkModule(LightningModule):
         trust_remote_code: bool = False,
         attn_implementation: str | None = None,
         device_map: str | dict[str, int | str] | None = None,
+        shard_target: bool = True,
     ) -> None:
         super().__init__()
         # Plain data only: a sharded checkpoint could not be read back otherwise.
@@ -124,16 +133,20 @@ class DSparkModule(LightningModule):
         self.optimizer = optimizer
         self.draft: DSparkDraft | None = None
         self.target: HFDSparkTargetModel | None = None
+        self._fingerprint = ""
         self._window_den: Tensor | float = 0.0
         self._configured_groups: list[dict[str, Any]] = []
 
     # Building -----------------------------------------------------------------------------------------------------
 
     def load_target(self) -> PreTrainedModel:
-        """Load the frozen target. Override this to bring a model object of your own.
+        """Load the frozen target: whole on rank 0, without weights on the others, which get them from rank 0.
+
+        Override this to bring a model object of your own, whole on every rank.
 
         Raises:
-            ValueError: the target cannot be read, or `device_map` beside several processes on this machine.
+            ValueError: the target cannot be read, or not this way: `device_map` beside several processes on this
+                machine, a quantised target that would have to be split.
         """
         hp, dtype = self.hparams, torch.float32
         if self._trainer is not None:
@@ -144,34 +157,55 @@ class DSparkModule(LightningModule):
                     f"device_map {hp['device_map']!r} needs a single process, this machine runs {processes}, each of "
                     "which would claim all devices: set trainer.devices to 1, or leave device_map out"
                 )
+        quantized = False
         if hp["gguf_file"] is None:  # what cannot work is refused before gigabytes are read
             config = load_target_config(hp["target"], trust_remote_code=hp["trust_remote_code"])
             self._resolve_spec(config).build_config(config, self.draft_args)
-        return load_target(
-            hp["target"],
-            hp["gguf_file"],
-            dtype,
-            hp["trust_remote_code"],
-            attn_implementation=hp["attn_implementation"],
-            device_map=hp["device_map"],
-        )
+            quantized = is_quantized(config)
+            if quantized and self._shards and hp["shard_target"]:
+                raise ValueError(
+                    f"the target {hp['target']!r} is quantised and cannot be split: set shard_target to false"
+                )
+        source = (hp["target"], hp["gguf_file"], dtype, hp["trust_remote_code"], hp["attn_implementation"])
+        if reads_for_others() or quantized:
+            return load_target(*source, device_map=hp["device_map"])
+        return load_empty_target(*source)
 
     def configure_model(self) -> None:
-        """Build target and draft, once; Lightning calls this before every entry point."""
+        """Build target and draft, once, and split them under FSDP; Lightning calls this before every entry point."""
         if self.draft is not None:
             return
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         check_attention(self.hparams["attention"], device)  # before gigabytes are read
+        mesh = data_parallel_mesh(self.device_mesh)
         model = self.load_target()
         spec = self._resolve_spec(model.config)
         config = spec.build_config(model.config, self.draft_args)
-        if self.hparams["device_map"] is None and not hasattr(model, "hf_device_map"):  # else it is where it belongs
-            cast(nn.Module, model).to(device)
-        self.target = HFDSparkTargetModel(model, config.target_layer_ids)
+        target = HFDSparkTargetModel(model, config.target_layer_ids)
+        self._fingerprint = from_rank_0(target.fingerprint)
+        mapped = hasattr(model, "hf_device_map")  # then it is where it belongs
+        deliver = Delivery(model, device)
+        if not mapped:
+            deliver(model.get_input_embeddings())
+            deliver(cast(nn.Module, model.get_output_embeddings()))
+        draft = self._new_draft(spec, config, target)
+        if self._shards and self.hparams["shard_target"] and not mapped:
+            shard_target(target, mesh, deliver)
+        elif not mapped:
+            deliver(cast(nn.Module, model))
+        self.target, self.draft = target, shard_draft(draft, mesh) if self._shards else draft
+
+    @property
+    def _shards(self) -> bool:
+        """Whether the strategy splits models over ranks."""
+        strategy = None if self._trainer is None else self.trainer.strategy
+        return isinstance(strategy, (FSDPStrategy, ModelParallelStrategy))
+
+    def _new_draft(self, spec: DraftSpec, config: PretrainedConfig, target: HFDSparkTargetModel) -> DSparkDraft:
         with torch.random.fork_rng():  # the initial weights follow from `seed` alone, on every rank
             torch.manual_seed(self.hparams["seed"])
             draft = spec.model_class(config)
-        draft.initialize_embeddings_and_head(embed_tokens=self.target.embed_tokens, lm_head=self.target.lm_head)
+        draft.initialize_embeddings_and_head(embed_tokens=target.embed_tokens, lm_head=target.lm_head)
         if self.hparams["draft_init"] is not None:
             load_draft_weights(draft, self.hparams["draft_init"])
         draft.attention = self.hparams["attention"]
@@ -180,7 +214,7 @@ class DSparkModule(LightningModule):
         if self.hparams["torch_compile"]:
             for layer in draft.layers:
                 layer.compile()
-        self.draft = draft
+        return draft
 
     def _resolve_spec(self, config: PretrainedConfig) -> DraftSpec:
         spec = resolve_dspark_draft_spec([*(config.architectures or ()), config.model_type])
@@ -194,7 +228,7 @@ class DSparkModule(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Add the callbacks that no run should miss, where the trainer does not have them already."""
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        kinds = (AcceptanceMetrics, RopePrecisionCheck)
+        kinds = (AcceptanceMetrics, RankAgreement, RopePrecisionCheck)
         return [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in present)]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
@@ -263,10 +297,22 @@ class DSparkModule(LightningModule):
                     parameter.grad.mul_(scale.to(parameter.grad.dtype))
         self._window_den = 0.0
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip as the trainer says. By norm, FSDP1 alone knows that of all ranks together; Lightning would refuse."""
+        if gradient_clip_val and gradient_clip_algorithm != "value" and isinstance(self.draft, FSDP):
+            self.draft.clip_grad_norm_(gradient_clip_val)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:
         """Keep what anchors are sampled from on the CPU too, so that no step waits for the accelerator."""
         del dataloader_idx
-        return {**batch, "on_cpu": _OnCpu(batch)}
+        return {**batch, "on_host": host_copies(batch)}
 
     def forward(
         self, batch: dict[str, Any], epoch: int = 0, output: OutputKind = "logits"
@@ -287,45 +333,39 @@ class DSparkModule(LightningModule):
             raise ValueError(f"the batch has no {missing[0]!r}: a datamodule must give {', '.join(_BATCH_KEYS)}")
         if self.draft is None or self.target is None:
             raise RuntimeError("the draft is not built yet: call configure_model() first, or run through a Trainer")
-        cpu = (batch["on_cpu"] if "on_cpu" in batch else _OnCpu(batch)).tensors
-        generators = [row_generator(self.hparams["seed"], epoch, row) for row in cpu["row_id"].tolist()]
+        on_host = batch["on_host"] if "on_host" in batch else host_copies(batch)
+        host: dict[str, Tensor] = {name: box.tensor for name, box in on_host.items()}
+        generators = [row_generator(self.hparams["seed"], epoch, row) for row in host["row_id"].tolist()]
+        mask, remaining = host["loss_mask"], host.get("doc_remaining")
         anchors, keep = sample_anchor_positions(
-            cpu["loss_mask"].shape[1],
-            cpu["loss_mask"],
-            self.draft.num_anchors,
-            "cpu",
-            cpu.get("doc_remaining"),
-            generators,
+            mask.shape[1], mask, self.draft.num_anchors, "cpu", remaining, generators
         )
         used = max(1, int(keep.sum(dim=-1).max()))  # places that no row fills would cost the heads full compute
         captured = self.target.generate_batch(
             batch["input_ids"],
-            None if is_right_padded(cpu["attention_mask"]) else batch["attention_mask"],
-            cpu["loss_mask"],
+            None if is_right_padded(host["attention_mask"]) else batch["attention_mask"],
+            mask,
             batch.get("position_ids"),
-            cpu.get("seq_lens"),
-            cpu.get("doc_remaining"),
             **{name: values for name, values in batch.items() if name in self.target.media_arguments},
+            seq_lens=host.get("seq_lens"),
         )
-        drafted: DSparkForwardOutput | DSparkHiddenOutput = self.draft(
-            **vars(captured),
-            anchor_positions=anchors[:, :used],
-            block_keep_mask=keep[:, :used],
-            attention_mask=cpu["attention_mask"],
-            output=output,
-        )
+        boxes = {name: box for name, box in on_host.items() if name != "row_id"}
+        boxes |= {"anchor_positions": OnHost(anchors[:, :used]), "block_keep_mask": OnHost(keep[:, :used])}
+        drafted: DSparkForwardOutput | DSparkHiddenOutput = self.draft(**vars(captured) | boxes, output=output)
         return drafted
 
     def _loss(self, batch: dict[str, Any], epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
-        hp = self.hparams
-        return compute_dspark_loss(
-            outputs=self(batch, epoch, output="hidden"),
-            loss_decay_gamma=hp["loss_decay_gamma"],
-            ce_loss_alpha=hp["ce_loss_alpha"],
-            l1_loss_alpha=hp["l1_loss_alpha"],
-            confidence_head_alpha=hp["confidence_head_alpha"],
-            return_terms=True,
-        )
+        hp, outputs = self.hparams, self(batch, epoch, output="hidden")
+        head = cast(DSparkDraft, self.draft).lm_head
+        with gathered(head):
+            return compute_dspark_loss(
+                outputs=outputs._replace(head=head.weight),
+                loss_decay_gamma=hp["loss_decay_gamma"],
+                ce_loss_alpha=hp["ce_loss_alpha"],
+                l1_loss_alpha=hp["l1_loss_alpha"],
+                confidence_head_alpha=hp["confidence_head_alpha"],
+                return_terms=True,
+            )
 
     # Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -335,7 +375,7 @@ class DSparkModule(LightningModule):
             raise RuntimeError("the draft is not built yet: call configure_model() first, or run through a Trainer")
         return {
             "target": self.hparams["target"],
-            "target_fingerprint": self.target.fingerprint(),
+            "target_fingerprint": self._fingerprint,
             "draft_config": self.draft.config.to_dict(),
         }
 
@@ -352,12 +392,5 @@ class DSparkModule(LightningModule):
         if "dspark" not in checkpoint:
             raise ValueError("the checkpoint was not written by a DSparkModule: it has no 'dspark'")
         check_identity(self.identity(), checkpoint["dspark"])
+        rank_zero_info(f"Going on at step {checkpoint['global_step']} of {self.trainer.ckpt_path}")
         settle_progress(checkpoint)
-
-
-class _OnCpu:
-    """The small tensors of a batch that are also needed on the CPU. Not a tensor itself: it is not moved along."""
-
-    def __init__(self, batch: dict[str, Any]) -> None:
-        names = ("row_id", "loss_mask", "attention_mask", "seq_lens", "doc_remaining")
-        self.tensors: dict[str, Tensor] = {name: batch[name].cpu() for name in names if name in batch}

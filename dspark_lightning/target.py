@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.offload import input_device, onloaded, with_weights
@@ -124,11 +126,15 @@ class HFDSparkTargetModel:
 
     def __init__(self, model: PreTrainedModel, target_layer_ids: Sequence[int]) -> None:
         self.model = cast(PreTrainedModel, model.eval().requires_grad_(False))
-        self.decoder = find_decoder(model)
         inner = getattr(model.base_model, "language_model", None)
         self._wraps_causal_lm = getattr(inner, "model", None) is self.decoder
         self.num_layers = len(cast(nn.ModuleList, self.decoder.layers))
         self.target_layer_ids = validate_target_layer_ids(target_layer_ids, self.num_layers)
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The text stack; looked up, since sharding puts wrappers in its place."""
+        return find_decoder(self.model)
 
     @cached_property
     def media_arguments(self) -> frozenset[str]:
@@ -209,8 +215,11 @@ class HFDSparkTargetModel:
         self.model.eval()
         # A half-precision target runs as it is served. Autocast would round its fp32 parts: routers, indexers, streams.
         as_served = self.model.dtype in (torch.bfloat16, torch.float16)
+        # FSDP counts versions of what it gathers, which tensors made in inference mode do not have.
+        sharded = isinstance(self.model.base_model, (FSDP, FSDPModule))
+        no_grad = torch.no_grad() if sharded else torch.inference_mode()
         try:
-            with torch.inference_mode(), without_autocast(device) if as_served else nullcontext():
+            with no_grad, without_autocast(device) if as_served else nullcontext():
                 backbone(**inputs, use_cache=False)
         finally:
             for handle in handles:

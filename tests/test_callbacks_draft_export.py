@@ -20,9 +20,10 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the exporter by one that writes the draft's weights alone; lists the folders it wrote."""
     written: list[str] = []
 
-    def write(draft: nn.Module, path: Path) -> Path:
+    def write(draft: nn.Module, path: Path, weights: dict[str, torch.Tensor]) -> Path:
+        del draft
         path.mkdir(parents=True, exist_ok=True)
-        torch.save(draft.state_dict(), path / "weights.pt")
+        torch.save(weights, path / "weights.pt")
         written.append(path.name)
         return path
 

@@ -241,7 +241,7 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("no space left")
 
 
-@pytest.mark.parametrize("failing", ["save_file", "serving_config", "_replace_folder"])
+@pytest.mark.parametrize("failing", ["save_file", "serving_config", "replace_path"])
 def test_a_failure_leaves_the_old_folder_and_nothing_else(
     failing: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

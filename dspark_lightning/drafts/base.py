@@ -26,6 +26,7 @@ from dspark_lightning.blocks import list_blocks
 from dspark_lightning.decoding.sampling import sample_tokens
 from dspark_lightning.drafts.rotation import Rope
 from dspark_lightning.heads import AcceptRatePredictor, build_markov_head
+from dspark_lightning.host import unboxed
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
 from dspark_lightning.rope import repair_rope
 from dspark_lightning.slots import plan_slots
@@ -128,7 +129,7 @@ class DSparkDraft(PreTrainedModel):
         """Draft the block behind every anchor, teacher forced.
 
         Which blocks and slots count is worked out on the device of `anchor_positions`. Given on the CPU, together with
-        the masks and lengths, nothing on the way waits for an accelerator.
+        the masks and lengths, nothing on the way waits for an accelerator; under FSDP they need an `OnHost` box.
 
         Args:
             input_ids: token ids, nothing shifted.
@@ -148,6 +149,9 @@ class DSparkDraft(PreTrainedModel):
         """
         if output not in get_args(OutputKind):
             raise ValueError(f"output must be one of {', '.join(get_args(OutputKind))}, got {output!r}")
+        loss_mask, attention_mask, seq_lens = unboxed(loss_mask), unboxed(attention_mask), unboxed(seq_lens)
+        anchor_positions, block_keep_mask = unboxed(anchor_positions), unboxed(block_keep_mask)
+        doc_remaining = unboxed(doc_remaining)
         seq_len, device = input_ids.shape[1], input_ids.device
         if (anchor_positions is None) != (block_keep_mask is None):
             raise ValueError("anchor_positions and block_keep_mask must be given together")

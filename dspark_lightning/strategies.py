@@ -1,0 +1,84 @@
+"""Strategies that split a target+draft pair over the ranks.
+
+They are Lightning's, with what a pair needs: RoPE tables that stay fp32, gradients summed in fp32, and checkpoints that
+are there as a whole or not at all.
+
+Example:
+    >>> from lightning.pytorch import Trainer
+    >>> trainer = Trainer(strategy=DSparkFSDP2Strategy(), devices=8)  # doctest: +SKIP
+"""
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import MixedPrecision
+
+from dspark_lightning.replace import replace_path
+
+
+class _WholeCheckpoints(ParallelStrategy):
+    """Puts a checkpoint under its name only when every rank has written its part.
+
+    Lightning writes a sharded one in place: a rank that dies meanwhile would take the previous one with it.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Save beside the final place, then move it there."""
+        path = Path(self.broadcast(filepath))
+        scratch = path.with_name(f".{path.name}.writing")
+        if self.is_global_zero:
+            shutil.rmtree(scratch, ignore_errors=True)
+        self.barrier()
+        super().save_checkpoint(checkpoint, scratch, storage_options)
+        self.barrier()
+        if self.is_global_zero:
+            replace_path(scratch, path)
+        self.barrier()
+
+
+class DSparkFSDPStrategy(_WholeCheckpoints, FSDPStrategy):
+    """FSDP1: Lightning's `FSDPStrategy`, arguments included, without its cast of buffers.
+
+    bf16-mixed is autocast over fp32 weights, as everywhere else; bf16-true holds bf16 weights. Gradients are summed
+    over ranks in fp32. An explicit `mixed_precision` replaces all of that.
+    """
+
+    @property
+    def mixed_precision_config(self) -> MixedPrecision:
+        """What FSDP casts: by default only the gradients on their way."""
+        return self.mixed_precision or MixedPrecision(reduce_dtype=torch.float32)
+
+
+class DSparkFSDP2Strategy(_WholeCheckpoints, ModelParallelStrategy):
+    """FSDP2: Lightning's `ModelParallelStrategy` with all ranks in its data-parallel dimension.
+
+    Args:
+        save_distributed_checkpoint: True writes a folder to which each rank adds its part; False one file, which every
+            strategy reads.
+        process_group_backend: None takes the device's: nccl or gloo.
+        timeout: how long ranks wait for each other.
+    """
+
+    def __init__(
+        self,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    def setup_environment(self) -> None:
+        """Count the ranks; Lightning's "auto" would count nodes."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()

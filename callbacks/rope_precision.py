@@ -90,8 +90,9 @@ class RopePrecisionCheck(Callback):
         problem = f"RoPE frequencies of the {name} are wrong: {'; '.join(errors)}."
         if self.on_error == "raise":
             raise ValueError(
-                f"{problem} Set trainer.precision to 32-true or bf16-mixed; give FSDPStrategy a mixed_precision with "
-                "buffer_dtype torch.float32; or set RopePrecisionCheck's on_error to 'repair'"
+                f"{problem} Set trainer.precision to 32-true or bf16-mixed; in place of FSDPStrategy take "
+                "dspark_lightning.strategies.DSparkFSDPStrategy, or give it a mixed_precision whose buffer_dtype is "
+                "torch.float32; or set RopePrecisionCheck's on_error to 'repair'"
             )
         with torch.inference_mode(False):  # buffers made in inference mode could not be used in training
             repair_rope(model)

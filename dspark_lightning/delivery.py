@@ -26,27 +26,6 @@ def reads_for_others() -> bool:
 T = TypeVar("T")
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every rank.
-
-    Raises:
-        ValueError: that of rank 0, on every rank, so that none is left waiting.
-    """
-    if not is_distributed():
-        return make()
-    outcome: list[tuple[T | None, str | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [(make(), None)]
-        except ValueError as error:
-            outcome = [(None, str(error))]
-    dist.broadcast_object_list(outcome, src=0)
-    value, problem = outcome[0]
-    if problem is not None:
-        raise ValueError(problem)
-    return cast(T, value)
-
-
 def gather_values(value: T) -> list[T]:
     """What each rank gives, in the order of the ranks."""
     if not is_distributed():
@@ -54,6 +33,34 @@ def gather_values(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def all_or_none(make: Callable[[], T]) -> T:
+    """What `make` returns on this rank.
+
+    Raises:
+        ValueError: that of any rank, on every rank, so that none is left waiting for one that stopped.
+    """
+    problem: ValueError | None = None
+    try:
+        value = make()
+    except ValueError as error:
+        problem = error
+    problems = gather_values(None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for theirs in problems:
+        if theirs is not None:
+            raise ValueError(theirs)
+    return value
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on every rank."""
+    values = [make()] if reads_for_others() else [None]
+    if is_distributed():
+        dist.broadcast_object_list(values, src=0)
+    return cast(T, values[0])
 
 
 class Delivery:
@@ -76,7 +83,7 @@ class Delivery:
         self._made: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by the id of the empty one: tied weights stay tied
         empty = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
         self._dtypes: dict[str, torch.dtype] | None = None
-        if is_distributed() and _any_rank(empty, device):
+        if is_distributed() and any(gather_values(empty)):
             mine = {name: (tuple(x.shape), x.dtype) for name, x in _tensors(model)}
             theirs = from_rank_0(lambda: mine)
             for name in sorted(mine.keys() | theirs.keys()):
@@ -127,9 +134,3 @@ class Delivery:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
-def _any_rank(value: bool, device: torch.device) -> bool:
-    flag = torch.tensor(int(value), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag)

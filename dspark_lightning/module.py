@@ -21,7 +21,7 @@ from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import AttentionKind, check_attention
 from dspark_lightning.callbacks import AcceptanceMetrics, RankAgreement, RopePrecisionCheck
 from dspark_lightning.datamodules.resume import settle_progress
-from dspark_lightning.delivery import Delivery, from_rank_0, reads_for_others
+from dspark_lightning.delivery import Delivery, all_or_none, from_rank_0, reads_for_others
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.config import DraftArgs
 from dspark_lightning.drafts.registry import resolve_dspark_draft_spec
@@ -178,7 +178,7 @@ class DSparkModule(LightningModule):
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         check_attention(self.hparams["attention"], device)  # before gigabytes are read
         mesh = data_parallel_mesh(self.device_mesh)
-        model = self.load_target()
+        model = all_or_none(self.load_target)
         spec = self._resolve_spec(model.config)
         config = spec.build_config(model.config, self.draft_args)
         target = HFDSparkTargetModel(model, config.target_layer_ids)

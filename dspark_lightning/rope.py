@@ -58,6 +58,7 @@ def repair_rope(model: nn.Module) -> None:
 def rotary_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module of everything that owns inverse frequencies and the config they come from."""
     for path, module in model.named_modules():
+        path = path.replace("_fsdp_wrapped_module.", "")
         if hasattr(module, "config") and any(True for _ in _frequency_buffers(module)):
             yield path, module
 

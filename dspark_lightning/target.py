@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -130,17 +129,14 @@ class HFDSparkTargetModel:
         self._wraps_causal_lm = getattr(inner, "model", None) is self.decoder
         self.num_layers = len(cast(nn.ModuleList, self.decoder.layers))
         self.target_layer_ids = validate_target_layer_ids(target_layer_ids, self.num_layers)
+        # What the backbone takes beside text: pixel values, grids, token types. FSDP1's wrapper would hide it later.
+        taken = set(inspect.signature(model.base_model.forward).parameters)
+        self.media_arguments = frozenset(taken - {"self", "input_ids", "attention_mask", "position_ids", *_NOT_MEDIA})
 
     @property
     def decoder(self) -> nn.Module:
         """The text stack; looked up, since sharding puts wrappers in its place."""
         return find_decoder(self.model)
-
-    @cached_property
-    def media_arguments(self) -> frozenset[str]:
-        """What the target's backbone takes beside text: pixel values, grids, token types, ..."""
-        taken = set(inspect.signature(self.model.base_model.forward).parameters)
-        return frozenset(taken - {"self", "input_ids", "attention_mask", "position_ids", *_NOT_MEDIA})
 
     @property
     def embed_tokens(self) -> nn.Module:

@@ -1,6 +1,6 @@
 """Two ranks train on pictures and text; each writes what it saw as JSON.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ddp_vlm.py TARGET FOLDER
+python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ddp_vlm.py TARGET FOLDER STRATEGY ...
 """
 
 import json
@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from transformers import ProcessorMixin
 
-from dspark_lightning import Qwen3DSpark, build_dspark_vlm_dataloader, dspark_vlm_collate_fn
+from dspark_lightning import DSparkModule, build_dspark_vlm_dataloader, dspark_vlm_collate_fn
 from dspark_lightning.datamodules.processor import load_processor
+from dspark_lightning.sharding import full_state_dict
+from ranks_helpers import quiet_trainer
 from vlm_helpers import picture
 
 RANK = int(os.environ["RANK"])
@@ -33,29 +33,18 @@ def row(index: int, with_picture: bool) -> dict[str, Any]:
     return {"conversation": [{"role": "user", "content": parts}, answer], "row_id": index}
 
 
-def train(target: str, processor: ProcessorMixin, folder: Path) -> dict[str, Any]:
+def train(target: str, processor: ProcessorMixin, folder: Path, strategy: str) -> dict[str, Any]:
     """Rank 0 has pictures in all of its rows, rank 1 in none."""
-    torch.set_num_threads(1)
     collate = partial(dspark_vlm_collate_fn, processor=processor, max_length=LENGTH)
     rows = [row(10 * RANK + i, with_picture=RANK == 0) for i in range(4)]
     loader: DataLoader[Any] = DataLoader(rows, 2, collate_fn=collate)  # type: ignore[arg-type]
-    module = Qwen3DSpark(target, mask_token_id=5, num_draft_layers=2, block_size=4, num_anchors=8, markov_rank=8)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        devices=2,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        default_root_dir=folder,
-    )
+    module = DSparkModule(target, mask_token_id=5, num_draft_layers=2, block_size=4, num_anchors=8, markov_rank=8)
+    trainer = quiet_trainer(strategy, folder, max_epochs=2)
     trainer.fit(module, loader)
-    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
+    assert module.draft is not None
+    weights = sum(weight.double().square().sum().item() for weight in full_state_dict(module.draft).values())
     pixels = [tuple(batch["pixel_values"].shape) for batch in loader]
-    return {"steps": trainer.global_step, "weights": weights.double().sum().item(), "pixels": pixels}
+    return {"steps": trainer.global_step, "weights": weights, "pixels": pixels}
 
 
 def shared_rows(processor: ProcessorMixin) -> dict[str, Any]:
@@ -73,7 +62,8 @@ def shared_rows(processor: ProcessorMixin) -> dict[str, Any]:
 def main() -> None:
     target, folder = sys.argv[1], Path(sys.argv[2])
     processor = load_processor(target)
-    seen = train(target, processor, folder) | shared_rows(processor)
+    seen = {strategy: train(target, processor, folder, strategy) for strategy in sys.argv[3:]}
+    seen |= shared_rows(processor)
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
     dist.barrier()
 

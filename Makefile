@@ -13,7 +13,7 @@ OLDEST = 5.17.0
 OLDEST_VENV = $(VENV)-transformers-$(OLDEST)
 LOOSENED = transformers|huggingface_hub|hf-xet|tokenizers|httpx2|httpcore2|typer
 
-.PHONY: demo test test-all test-oldest lint types format
+.PHONY: demo test test-all test-cuda test-oldest lint types format
 .DEFAULT_GOAL = demo
 
 demo: $(STAMP)
@@ -23,7 +23,11 @@ test: $(STAMP)
 	@$(TESTING) $(BIN)/python -m pytest -q
 
 test-all: $(STAMP)
-	@$(TESTING) $(BIN)/python -m pytest -q -m ""
+	@$(TESTING) $(BIN)/python -m pytest -q -m "not cuda"
+
+# On a machine with CUDA devices, all of which the tests use.
+test-cuda: $(STAMP)
+	@$(TESTING) $(BIN)/python -m pytest -q -m cuda
 
 test-oldest: $(OLDEST_VENV)/.installed
 	@$(TESTING) $(OLDEST_VENV)/bin/python -m pytest -q

@@ -46,8 +46,13 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
 
 
 def shard_draft(draft: DSparkDraft, mesh: DeviceMesh | None) -> DSparkDraft:
-    """Split the draft: its layers, and its frozen embedding and head, which may have another dtype, are units."""
-    return cast(DSparkDraft, _shard(draft, [*draft.layers, draft.embed_tokens, draft.lm_head], mesh))
+    """Split the draft.
+
+    Args:
+        draft: whole, on any device.
+        mesh: the ranks, for FSDP2. None takes FSDP1 with the settings of the running `FSDPStrategy`.
+    """
+    return cast(DSparkDraft, _shard(draft, draft_units(draft), mesh))
 
 
 def shard_target(target: HFDSparkTargetModel, mesh: DeviceMesh | None, deliver: Callable[[nn.Module], None]) -> None:
@@ -62,14 +67,21 @@ def shard_target(target: HFDSparkTargetModel, mesh: DeviceMesh | None, deliver: 
     head = cast(nn.Module, model.get_output_embeddings())
     head.weight = nn.Parameter(cast(Tensor, head.weight).to("meta"), requires_grad=False)
     # A frozen unit has nothing to reduce, and its dtypes are those it was loaded in.
-    sharded = _shard(model.base_model, _target_units(model), mesh, deliver, mixed_precision=None)
+    sharded = _shard(model.base_model, target_units(model), mesh, deliver, mixed_precision=None)
+    if isinstance(sharded, FSDPModule):  # a root waits for its backward pass, and there is none
+        sharded.set_reshard_after_forward(True, recurse=False)
     if model.base_model is model:
         target.model = cast(PreTrainedModel, sharded)
     else:
         setattr(model, model.base_model_prefix, sharded)
 
 
-def _target_units(model: PreTrainedModel) -> list[nn.Module]:
+def draft_units(draft: DSparkDraft) -> list[nn.Module]:
+    """The draft's layers, and its frozen embedding and head, which may have another dtype."""
+    return [*draft.layers, draft.embed_tokens, draft.lm_head]
+
+
+def target_units(model: PreTrainedModel) -> list[nn.Module]:
     """The target's decoder layers, the blocks of its other towers, its embedding and its text stack.
 
     The last two run by themselves: a vision-language target embeds its text before the text stack runs.

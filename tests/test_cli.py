@@ -17,7 +17,9 @@ from dspark_lightning import DSparkModule, load_pretrained_draft
 from dspark_lightning.cli import main, run_lightning
 from dspark_lightning.embedded import embedded_path
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").rglob("*.yaml"))
+CONFIGS = sorted(
+    path for path in (Path(__file__).parent.parent / "configs").rglob("*.yaml") if path.parent.name != "strategy"
+)
 SMALL = {
     "model.init_args.num_draft_layers": 1,
     "model.init_args.block_size": 4,

@@ -1,16 +1,16 @@
-"""The `dspark` command on two ranks."""
+"""The `dspark` command on two ranks, under each strategy."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).parent.parent / "configs"
 OPTIONS = {
     "trainer.devices": 2,
-    "trainer.strategy": "ddp",
     "trainer.max_steps": 3,
     "trainer.val_check_interval": 3,
     "trainer.limit_val_batches": 2,
@@ -19,17 +19,34 @@ OPTIONS = {
     "model.init_args.num_anchors": 4,
     "data.init_args.batch_size": 2,
 }
+STRATEGIES: dict[str, dict[str, str]] = {
+    "ddp": {},
+    # on the CPU torch refuses that of the overlay
+    "fsdp": {"trainer.strategy.class_path": "fsdp1_on_cpu.CPUFSDPStrategy"},
+    "fsdp2": {},
+}
+
+
+def fit(strategy: str, folder: Path) -> str:
+    """Run the quickstart for three steps. Returns the line with tau."""
+    command = [sys.executable, "-m", "dspark_lightning", "fit", "--config", str(CONFIGS / "quickstart.yaml")]
+    command += ["--config", str(CONFIGS / "strategy" / f"{strategy}.yaml")]
+    command += [f"--{name}={value}" for name, value in (OPTIONS | STRATEGIES[strategy]).items()]
+    paths = [str(CONFIGS.parent), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("Trained 3 steps") == 1
+    assert (folder / "runs/quickstart/version_0/dspark-draft/model.safetensors").exists()
+    (line,) = re.findall(r"^Held-out rows: .* \(tau\).*$", run.stdout, flags=re.MULTILINE)
+    return line
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_fit_on_two_ranks_ends_well_and_prints_its_summary_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dspark_lightning", "fit", "--config", str(CONFIG)]
-    command += [f"--{name}={value}" for name, value in OPTIONS.items()]
-    environment = os.environ | {"PYTHONPATH": str(CONFIG.parent.parent)}
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("Trained 3 steps") == 1
-    assert (tmp_path / "runs/quickstart/version_0/dspark-draft/model.safetensors").exists()
+def test_a_fit_on_two_ranks_ends_well_and_all_strategies_say_the_same(tmp_path: Path) -> None:
+    folders = {strategy: tmp_path / strategy for strategy in STRATEGIES}
+    for folder in folders.values():
+        folder.mkdir()
+    lines = {strategy: fit(strategy, folder) for strategy, folder in folders.items()}
+    assert len(set(lines.values())) == 1, lines

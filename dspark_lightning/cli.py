@@ -11,17 +11,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 # Importing these makes their short names known to the command line.
 import dspark_lightning.callbacks
 import dspark_lightning.datamodules  # noqa: F401
 from dspark_lightning import __version__
+from dspark_lightning.checkpoints import check_checkpoint
 from dspark_lightning.export import (
     check_export_path,
     export_draft,
     load_checkpoint_draft,
-    read_checkpoint,
     serve_command,
 )
 from dspark_lightning.module import DSparkModule
@@ -67,13 +66,7 @@ class DSparkCLI(LightningCLI):
             if required and self.model.hparams["draft_init"] is None:
                 raise ValueError("ckpt_path is not set: the draft would have random weights; give --ckpt_path")
         elif ckpt_path not in ("best", "last", "hpc"):
-            read_checkpoint(ckpt_path)
-            strategy = self.trainer.strategy
-            if Path(ckpt_path).is_dir() and not isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)):
-                raise ValueError(
-                    f"the checkpoint {ckpt_path!r} is sharded, which {type(strategy).__name__} cannot read: run under "
-                    "the strategy that wrote it, or export its draft and start from that with draft_init"
-                )
+            check_checkpoint(ckpt_path, type(self.trainer.strategy))
 
 
 class SaveConfig(SaveConfigCallback):
@@ -123,7 +116,12 @@ TOOLS: dict[str, Callable[..., None]] = {"export": export}
 
 def main(args: ArgsType = None) -> None:
     """Run `dspark SUBCOMMAND ...`; errors in what the user gave end with one line on stderr and exit code 2."""
-    for pattern in (".*was deprecated in v4.49.0", ".*LeafSpec"):  # Lightning's own calls: nothing for the user to do
+    # Lightning's and torch's own calls: nothing for the user to do
+    for pattern in (
+        ".*was deprecated in v4.49.0",
+        ".*LeafSpec",
+        ".*assuming the intent is to load in a single process",
+    ):
         warnings.filterwarnings("ignore", message=pattern)
     if os.getcwd() not in sys.path:  # where the user's own modules are; behind all others, so that none is shadowed
         sys.path.append(os.getcwd())

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
 from dspark_lightning.loading import target_source
-from dspark_lightning.replace import replace_path
+from dspark_lightning.replace import outdated_path, replace_path, scratch_path
 from dspark_lightning.sharded_checkpoint import read_sharded_meta, read_sharded_weights
 
 _FILES = _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
@@ -53,7 +53,7 @@ def export_draft(draft: DSparkDraft, path: str | Path, weights: Mapping[str, Ten
     for warning in engine_warnings(draft):
         warnings.warn(warning, stacklevel=2)
     weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in weights.items()}
-    scratch = path.with_name(f".{path.name}.writing")
+    scratch = scratch_path(path)
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         scratch.mkdir(parents=True)
@@ -201,6 +201,11 @@ def read_checkpoint(ckpt_path: str | Path) -> dict[str, Any]:
         ValueError: it cannot be read, is incomplete, or was not written by a `DSparkModule`.
     """
     path = Path(ckpt_path)
+    if not path.exists() and outdated_path(path).exists():
+        raise ValueError(
+            f"there is no checkpoint {str(path)!r}: a run died as it put a new one there; its predecessor is "
+            f"{str(outdated_path(path))!r}"
+        )
     checkpoint = read_sharded_meta(path) if path.is_dir() else _read_checkpoint_file(path)
     identity = checkpoint.get("dspark") if isinstance(checkpoint, dict) else None
     complete = isinstance(identity, dict) and {"target", "target_fingerprint", "draft_config"} <= identity.keys()

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import AttentionKind, check_attention
 from dspark_lightning.callbacks import AcceptanceMetrics, RankAgreement, RopePrecisionCheck
+from dspark_lightning.checkpoints import name_optimizer_states, write_whole_files
 from dspark_lightning.datamodules.resume import settle_progress
 from dspark_lightning.delivery import Delivery, all_or_none, from_rank_0, reads_for_others
 from dspark_lightning.drafts.base import DSparkDraft
@@ -173,6 +174,7 @@ class DSparkModule(LightningModule):
 
     def configure_model(self) -> None:
         """Build target and draft, once, and split them under FSDP; Lightning calls this before every entry point."""
+        write_whole_files(self._trainer)
         if self.draft is not None:
             return
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
@@ -288,8 +290,7 @@ class DSparkModule(LightningModule):
 
         So every supervised token weighs the same, however the window was cut into micro-batches and ranks.
         """
-        den = torch.as_tensor(self._window_den, device=self.device)
-        den = self.trainer.strategy.reduce(den, reduce_op="sum")
+        den = self.trainer.strategy.reduce(torch.as_tensor(self._window_den, device=self.device), reduce_op="sum")
         scale = self.trainer.world_size / (den + EPS)  # gradients are averaged over ranks, the loss is a sum
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -382,6 +383,7 @@ class DSparkModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save the run's identity."""
         checkpoint["dspark"] = self.identity()
+        name_optimizer_states(self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another target, mask token, block size, layers or heads; go on exactly where it was.
@@ -392,5 +394,6 @@ class DSparkModule(LightningModule):
         if "dspark" not in checkpoint:
             raise ValueError("the checkpoint was not written by a DSparkModule: it has no 'dspark'")
         check_identity(self.identity(), checkpoint["dspark"])
-        rank_zero_info(f"Going on at step {checkpoint['global_step']} of {self.trainer.ckpt_path}")
+        if self._trainer is not None:
+            rank_zero_info(f"Going on at step {checkpoint['global_step']} of {self.trainer.ckpt_path}")
         settle_progress(checkpoint)

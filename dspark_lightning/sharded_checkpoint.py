@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 _META = "meta.pt"
 _MODULE_KEYS = ("model.", "state_dict.")  # of FSDPStrategy and of ModelParallelStrategy
+_WRITERS = dict(zip(_MODULE_KEYS, ("FSDP1", "FSDP2"), strict=True))
 
 
 def read_sharded_meta(path: Path) -> dict[str, Any]:
@@ -46,6 +47,16 @@ def read_sharded_weights(path: Path) -> dict[str, Tensor]:
     }
     load(tensors, checkpoint_id=path, no_dist=True)
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+
+
+def written_by(path: Path) -> str:
+    """Whether "FSDP1" or "FSDP2" wrote a sharded checkpoint.
+
+    Raises:
+        ValueError: as for `read_sharded_meta`.
+    """
+    names = _read_metadata(path).state_dict_metadata
+    return next(writer for key, writer in _WRITERS.items() if any(name.startswith(key) for name in names))
 
 
 def _read_metadata(path: Path) -> Metadata:

@@ -8,7 +8,6 @@ Example:
     >>> trainer = Trainer(strategy=DSparkFSDP2Strategy(), devices=8)  # doctest: +SKIP
 """
 
-import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,13 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecision
 
-from dspark_lightning.replace import replace_path
+from dspark_lightning.checkpoints import check_checkpoint, discard, write_problem
+from dspark_lightning.delivery import all_or_none, gather_values
+from dspark_lightning.replace import replace_path, scratch_path
 
 
 class _WholeCheckpoints(ParallelStrategy):
@@ -29,17 +31,47 @@ class _WholeCheckpoints(ParallelStrategy):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save beside the final place, then move it there."""
+        """Save beside the final place, then move it there.
+
+        Raises:
+            ValueError: a rank cannot write; raised on every rank, and the predecessor is still there.
+        """
         path = Path(self.broadcast(filepath))
-        scratch = path.with_name(f".{path.name}.writing")
+        scratch = scratch_path(path)
         if self.is_global_zero:
-            shutil.rmtree(scratch, ignore_errors=True)
+            discard(scratch)
         self.barrier()
-        super().save_checkpoint(checkpoint, scratch, storage_options)
-        self.barrier()
-        if self.is_global_zero:
+        problem = None
+        try:
+            super().save_checkpoint(checkpoint, scratch, storage_options)
+        except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+            problem = write_problem(error)
+            if problem is None:
+                raise
+        problems = gather_values(problem)
+        problem = next(filter(None, problems), None)
+        all_or_none(lambda: _finish(scratch, path, problem) if self.is_global_zero else None)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint that this strategy can read.
+
+        Raises:
+            ValueError: see `check_checkpoint`.
+        """
+        check_checkpoint(self.broadcast(checkpoint_path), type(self), kwargs.get("weights_only"))
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+
+def _finish(scratch: Path, path: Path, problem: str | None) -> None:
+    """Move a checkpoint to its place, or, if there was a problem, delete what there is of it."""
+    try:
+        if problem is None:
             replace_path(scratch, path)
-        self.barrier()
+            return
+    except OSError as error:
+        problem = error.strerror or str(error)
+    discard(scratch)
+    raise ValueError(f"cannot write the checkpoint {str(path)!r}: {problem}")
 
 
 class DSparkFSDPStrategy(_WholeCheckpoints, FSDPStrategy):

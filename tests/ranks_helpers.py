@@ -17,22 +17,23 @@ from fsdp1_on_cpu import CPUFSDPStrategy
 STRATEGIES = ("ddp", "fsdp1", "fsdp2")
 
 
-def strategy(name: str, sharded_checkpoint: bool = False, **options: Any) -> str | Strategy:
-    """A fresh strategy; "one" is that of a single process."""
-    if name == "fsdp1":
-        return CPUFSDPStrategy(state_dict_type="sharded" if sharded_checkpoint else "full", **options)
-    if name == "fsdp2":
-        return DSparkFSDP2Strategy(sharded_checkpoint, **options)
-    return {"one": "auto", "ddp": "ddp"}[name]
+def make_strategy(name: str) -> str | Strategy:
+    """A fresh strategy: alone, ddp, fsdp1 or fsdp2; with "-sharded" its checkpoints are folders."""
+    kind, _, sharded = name.partition("-")
+    if kind == "fsdp1":
+        return CPUFSDPStrategy(state_dict_type="sharded" if sharded else "full")
+    if kind == "fsdp2":
+        return DSparkFSDP2Strategy(save_distributed_checkpoint=bool(sharded))
+    return "auto" if kind == "alone" else kind
 
 
-def quiet_trainer(name: str | Strategy, folder: Path, **options: Any) -> Trainer:
+def quiet_trainer(strategy: str | Strategy, folder: Path, **options: Any) -> Trainer:
     """A trainer on the CPU over all ranks there are, without checkpoints unless asked for."""
     torch.set_num_threads(1)
     defaults = {
         "accelerator": "cpu",
         "devices": int(os.environ.get("WORLD_SIZE", "1")),
-        "strategy": strategy(name) if isinstance(name, str) else name,
+        "strategy": make_strategy(strategy) if isinstance(strategy, str) else strategy,
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,

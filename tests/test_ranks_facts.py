@@ -90,7 +90,7 @@ def test_every_rank_refuses_before_the_first_step(ranks: list[dict[str, Any]], r
 def test_rows_that_do_not_come_out_even_count_once(
     ranks: list[dict[str, Any]], strategy: str, run: str, val_rows: int, tmp_path: Path
 ) -> None:
-    alone = fit_uneven(tmp_path, "one", val_rows)
+    alone = fit_uneven(tmp_path, "alone", val_rows)
     assert alone["steps"] == 4  # of 11 rows, two global batches of 4 in each of 2 epochs
     for facts in ranks:
         assert facts[f"{strategy} {run}"] == pytest.approx(alone, rel=1e-5)

@@ -32,7 +32,7 @@ def two_ranks(targets: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_two_ranks_reach_what_one_does(family: str, targets: Path, two_ranks: dict[str, Any]) -> None:
-    alone = train(family, "one", "32-true", targets)
+    alone = train(family, "alone", "32-true", targets)
     for strategy in STRATEGIES:
         there = two_ranks[f"{family} {strategy} 32-true"]
         assert there["rope"] == alone["rope"] == []

@@ -21,8 +21,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("one")
-    return {scenario: train(scenario, "one", folder) for scenario in SCENARIOS}
+    folder = tmp_path_factory.mktemp("alone")
+    return {scenario: train(scenario, "alone", folder) for scenario in SCENARIOS}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

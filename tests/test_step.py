@@ -226,9 +226,9 @@ def test_right_padding_needs_no_mask_at_the_target() -> None:
     seen: list[Tensor | None] = []
     original = module.target.generate_batch
 
-    def generate_batch(ids: Tensor, mask: Tensor | None, *args: Any) -> Any:
+    def generate_batch(ids: Tensor, mask: Tensor | None, *args: Any, **options: Any) -> Any:
         seen.append(mask)
-        return original(ids, mask, *args)
+        return original(ids, mask, *args, **options)
 
     module.target.generate_batch = generate_batch  # type: ignore[method-assign]
     batch = next(iter(DataLoader(rows(), batch_size=4)))

@@ -23,6 +23,7 @@ from dspark_lightning.drafts.registry import resolve_draft_class
 from dspark_lightning.loading import target_source
 from dspark_lightning.replace import outdated_path, replace_path, scratch_path
 from dspark_lightning.sharded_checkpoint import read_sharded_meta, read_sharded_weights
+from dspark_lightning.sharding import is_sharded
 
 _FILES = _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 _FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
@@ -43,9 +44,14 @@ def export_draft(draft: DSparkDraft, path: str | Path, weights: Mapping[str, Ten
 
     Raises:
         ValueError: a name that engines would misread, something else in the folder's place, weights that are not
-            finite, or a place that cannot be written.
+            finite or split over ranks, or a place that cannot be written.
     """
     path = check_export_path(path)
+    if weights is None and is_sharded(draft):
+        raise ValueError(
+            "the draft is split over ranks: have every rank call dspark_lightning.sharding.full_state_dict(draft), and "
+            "rank 0 pass what it returns as weights"
+        )
     weights = draft.state_dict() if weights is None else weights
     for name, tensor in weights.items():
         if not tensor.isfinite().all():

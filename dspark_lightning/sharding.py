@@ -135,12 +135,12 @@ def _shard_one(module: nn.Module, mesh: DeviceMesh | None, options: dict[str, ob
         return cast(
             nn.Module, fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         )
-    # FSDP1 flattens a unit's parameters into one, which must have one dtype: the few others stay whole.
+    # FSDP1 flattens a unit's parameters into one, which must have one dtype: the few others of a target stay whole.
     own = list(_own_parameters(module))
     sizes: Counter[torch.dtype] = Counter()
     for parameter in own:
         sizes[parameter.dtype] += parameter.numel()
-    others = [p for p in own if p.dtype != sizes.most_common(1)[0][0]]
+    others = [p for p in own if p.dtype != max(sizes, key=sizes.__getitem__) and not p.requires_grad]
     return wrap(module, auto_wrap_policy=None, ignored_states=others or None, **options)
 
 

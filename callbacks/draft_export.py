@@ -78,7 +78,8 @@ class DraftExport(Callback):
             if not is_sharded(cast(nn.Module, pl_module.draft)):
                 self._export_final(trainer, pl_module)
             else:
-                rank_zero_info("No draft is exported; the last checkpoint has one: dspark export --ckpt_path ...")
+                saved = _last_saved(trainer)
+                rank_zero_info(f"No draft is exported; run: dspark export --ckpt_path {saved}" if saved else "")
 
     def _export_final(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._export(trainer, pl_module, self._parent / "dspark-draft")
@@ -99,6 +100,18 @@ class DraftExport(Callback):
             if checkpoints and not any(path.exists() for path in checkpoints):
                 shutil.rmtree(folder, ignore_errors=True)
                 del self._checkpoints[folder]
+
+
+def _last_saved(trainer: Trainer) -> Path | None:
+    """The newest checkpoint of this run."""
+    named = {
+        Path(path)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+        for path in (callback.last_model_path, callback.best_model_path, *callback.best_k_models)
+        if path and Path(path).exists()
+    }
+    return max(named, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _about_to_be_saved(trainer: Trainer) -> set[Path]:

@@ -13,7 +13,9 @@ from dspark_lightning.delivery import gather_values
 
 
 class RankAgreement(Callback):
-    """Check that all ranks make the same number of steps: each step is a collective that all have to join.
+    """Check that steps are counted alike: every rank makes as many as the others, and there is one optimizer.
+
+    A step is a collective that all ranks have to join, and Lightning's `global_step` adds up the steps of optimizers.
 
     The datamodules of this package see to it by themselves; loaders of your own may not. A loader without a length is
     not looked at.
@@ -26,7 +28,6 @@ class RankAgreement(Callback):
         """Check the optimizers and the training batches."""
         del pl_module
         if len(trainer.optimizers) != 1:
-            # Lightning's global_step counts the steps of each of them.
             raise ValueError(f"configure_optimizers gives {len(trainer.optimizers)} optimizers, must give 1")
         _check("training", [trainer.num_training_batches])
 

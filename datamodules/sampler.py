@@ -119,9 +119,11 @@ class ResumableSampler(DistributedSampler[int]):
         """
         for name, now in self._layout().items():
             if state["batches"] and state[name] != now:
+                meaning = " (batch_size x ranks)" if name == "global_batch_size" else ""
                 raise ValueError(
-                    f"the checkpoint was written in the middle of epoch {state['epoch']} with {name} {state[name]}, "
-                    f"this run has {now}: resume with {state[name]}, or from a checkpoint at the end of an epoch"
+                    f"the checkpoint was written in the middle of epoch {state['epoch']} with {name} {state[name]}"
+                    f"{meaning}, this run has {now}: resume with {state[name]}, or from a checkpoint at the end of an "
+                    "epoch"
                 )
         self._resume, self._started = (state["epoch"], state["batches"]), None
 

@@ -23,7 +23,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None, trust_remote_code: b
     options = {"gguf_file": gguf_file} if gguf_file else {}
     is_folder = Path(path).is_dir()
     if name.startswith((".", "/", "~")) and not is_folder:
-        raise ValueError(f"tokenizer {name!r}: no such folder")
+        raise ValueError(f"tokenizer {name!r}: no such folder (unless one is given, it is that of the model's target)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, and those of transformers' parsers

@@ -1,18 +1,20 @@
 """Checkpoints that are there as a whole or not at all, and a check of those that a run is asked to go on from."""
 
 import os
-import shutil
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dspark_lightning.delivery import all_or_none
 from dspark_lightning.export import read_checkpoint
-from dspark_lightning.replace import replace_path, scratch_path
+from dspark_lightning.replace import discard, replace_path, scratch_path
 from dspark_lightning.sharded_checkpoint import written_by
 
 
@@ -94,10 +96,31 @@ def _is_remote(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def write_whole_files(trainer: Trainer | None) -> None:
-    """Have a trainer's strategy use `WholeFileIO`, unless the user gave it something else than Lightning's default."""
-    if trainer is not None and type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+def prepare_checkpoints(trainer: Trainer | None) -> None:
+    """Have a trainer's strategy use `WholeFileIO`, unless the user gave it something else than Lightning's default.
+
+    Raises:
+        ValueError: a fit could not write its checkpoints; now, not after hours of training.
+    """
+    if trainer is None:
+        return
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = WholeFileIO(type(trainer.strategy))
+    if trainer.state.fn == TrainerFn.FITTING and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        all_or_none(lambda: _check_folders(trainer) if trainer.is_global_zero else None)
+
+
+def _check_folders(trainer: Trainer) -> None:
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        if folder is None or _is_remote(folder):
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"ModelCheckpoint cannot write to {folder!r}: {error.strerror or error}") from error
 
 
 def name_optimizer_states(module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -141,10 +164,3 @@ def write_problem(error: BaseException | None) -> str | None:
             problem = "not all of it was written, is the disk full?"
         error = error.__cause__ or error.__context__
     return problem
-
-
-def discard(path: Path) -> None:
-    """Delete a file or folder, so that a full disk gets its room back."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.is_file():
-        path.unlink()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jsonargparse
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
@@ -155,10 +156,19 @@ def _message_for_the_user(error: BaseException | None) -> str | None:
         ours |= isinstance(error, RuntimeError) and "within local rank has zero length" in str(error)
         if isinstance(error, MisconfigurationException) or ours:
             return str(error)
+        if isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error):
+            return (
+                "the connection to another rank is lost, whose own message says why it ended: "
+                f"{_first_line(error)}. To go on, start again with the last checkpoint as --ckpt_path"
+            )
         if isinstance(error, ValueError) and "in DataLoader worker process" in str(error):
             return str(error).strip().splitlines()[-1].partition(": ")[2]
         error = error.__cause__ or error.__context__
     return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:

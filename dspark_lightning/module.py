@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import AttentionKind, check_attention
 from dspark_lightning.callbacks import AcceptanceMetrics, RankAgreement, RopePrecisionCheck
-from dspark_lightning.checkpoints import name_optimizer_states, write_whole_files
+from dspark_lightning.checkpoints import name_optimizer_states, prepare_checkpoints
 from dspark_lightning.datamodules.resume import settle_progress
 from dspark_lightning.delivery import Delivery, all_or_none, from_rank_0, reads_for_others
 from dspark_lightning.drafts.base import DSparkDraft
@@ -168,13 +168,13 @@ class DSparkModule(LightningModule):
                     f"the target {hp['target']!r} is quantised and cannot be split: set shard_target to false"
                 )
         source = (hp["target"], hp["gguf_file"], dtype, hp["trust_remote_code"], hp["attn_implementation"])
-        if reads_for_others() or quantized:
+        if reads_for_others() or quantized or hp["device_map"] is not None:
             return load_target(*source, device_map=hp["device_map"])
         return load_empty_target(*source)
 
     def configure_model(self) -> None:
         """Build target and draft, once, and split them under FSDP; Lightning calls this before every entry point."""
-        write_whole_files(self._trainer)
+        prepare_checkpoints(self._trainer)
         if self.draft is not None:
             return
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
@@ -185,7 +185,7 @@ class DSparkModule(LightningModule):
         config = spec.build_config(model.config, self.draft_args)
         target = HFDSparkTargetModel(model, config.target_layer_ids)
         self._fingerprint = from_rank_0(target.fingerprint)
-        mapped = hasattr(model, "hf_device_map")  # then it is where it belongs
+        mapped = self.hparams["device_map"] is not None or hasattr(model, "hf_device_map")  # it is where it belongs
         deliver = Delivery(model, device)
         if not mapped:
             deliver(model.get_input_embeddings())

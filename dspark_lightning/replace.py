@@ -18,24 +18,33 @@ def outdated_path(path: Path) -> Path:
 
 
 def replace_path(finished: Path, path: Path) -> None:
-    """Move a file or folder to `path`. A folder there is moved away first, since a rename cannot overwrite it.
+    """Move a file or folder to `path`, whatever is there; a link goes, not what it points to.
 
-    At every moment one of `path` and `outdated_path(path)` is complete, and the newest that exists is.
+    A file takes the place of a file at once. Where one of the two is a folder, a rename cannot overwrite, so what is
+    there is moved away first: at every moment `path` or `outdated_path(path)` is complete.
     """
     outdated = outdated_path(path)
     if path.is_symlink():
-        path.unlink()  # what it points to stays
-    elif path.is_dir():
-        _delete(outdated)
+        if finished.is_dir():
+            path.unlink()
+    elif path.exists() and (path.is_dir() or finished.is_dir()):
+        _discard_at_once(outdated)
         path.rename(outdated)
     finished.rename(path)
-    _delete(outdated)
+    _discard_at_once(outdated)
 
 
-def _delete(folder: Path) -> None:
-    """Delete a folder, which nobody must find half deleted."""
-    doomed = folder.with_name(f".{folder.name}.deleting")
-    shutil.rmtree(doomed, ignore_errors=True)
-    if folder.exists():
-        folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+def discard(path: Path) -> None:
+    """Delete a file or folder, if there is one."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_file():
+        path.unlink()
+
+
+def _discard_at_once(path: Path) -> None:
+    """Delete what nobody must find half deleted."""
+    doomed = path.with_name(f".{path.name}.deleting")
+    discard(doomed)
+    if path.exists():
+        path.rename(doomed)
+    discard(doomed)

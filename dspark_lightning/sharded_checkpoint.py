@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 _META = "meta.pt"
-_MODULE_KEYS = ("model.", "state_dict.")  # of FSDPStrategy and of ModelParallelStrategy
-_WRITERS = dict(zip(_MODULE_KEYS, ("FSDP1", "FSDP2"), strict=True))
+_WRITERS = {"model.": "FSDP1", "state_dict.": "FSDP2"}  # by what they put before the names of the module's weights
 
 
 def read_sharded_meta(path: Path) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def read_sharded_weights(path: Path) -> dict[str, Tensor]:
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
-        if name.startswith(_MODULE_KEYS) and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(tuple(_WRITERS)) and isinstance(entry, TensorStorageMetadata)
     }
     load(tensors, checkpoint_id=path, no_dist=True)
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
@@ -60,6 +59,7 @@ def written_by(path: Path) -> str:
 
 
 def _read_metadata(path: Path) -> Metadata:
+    _check_present(path, ".metadata")
     try:
         metadata = FileSystemReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError) as error:
@@ -68,12 +68,16 @@ def _read_metadata(path: Path) -> Metadata:
     for piece in (metadata.storage_data or {}).values():
         ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     for name, end in sorted(ends.items()):
-        size = (path / name).stat().st_size if (path / name).exists() else 0
-        if size < end:
+        _check_present(path, name)
+        if (size := (path / name).stat().st_size) < end:
             raise ValueError(_broken(path, f"{name} has {size} bytes of {end}"))
-    if not (path / _META).exists():
-        raise ValueError(_broken(path, f"{_META} is missing"))
+    _check_present(path, _META)
     return metadata
+
+
+def _check_present(path: Path, name: str) -> None:
+    if not (path / name).exists():
+        raise ValueError(_broken(path, f"{name} is missing"))
 
 
 def _broken(path: Path, problem: str) -> str:

@@ -4,6 +4,7 @@ A unit is what is gathered at once while it runs: a decoder layer, a vision bloc
 is in none of them belongs to the root.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from transformers import PreTrainedModel
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.target import HFDSparkTargetModel, find_decoder
+
+# FSDP2 warns of writing to them, which nothing here does.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecision
 
-from dspark_lightning.checkpoints import check_checkpoint, discard, write_problem
+from dspark_lightning.checkpoints import check_checkpoint, write_problem
 from dspark_lightning.delivery import all_or_none, gather_values
-from dspark_lightning.replace import replace_path, scratch_path
+from dspark_lightning.replace import discard, replace_path, scratch_path
 
 
 class _WholeCheckpoints(ParallelStrategy):
@@ -80,6 +80,19 @@ class DSparkFSDPStrategy(_WholeCheckpoints, FSDPStrategy):
     bf16-mixed is autocast over fp32 weights, as everywhere else; bf16-true holds bf16 weights. Gradients are summed
     over ranks in fp32. An explicit `mixed_precision` replaces all of that.
     """
+
+    def setup_environment(self) -> None:
+        """Refuse the CPU, before anything is read.
+
+        Raises:
+            ValueError: torch's FSDP1 needs accelerators.
+        """
+        if self.root_device.type == "cpu":
+            raise ValueError(
+                "FSDP1 does not run on the CPU: take dspark_lightning.strategies.DSparkFSDP2Strategy, as "
+                "configs/strategy/fsdp2.yaml does, or set trainer.accelerator to gpu"
+            )
+        super().setup_environment()
 
     @property
     def mixed_precision_config(self) -> MixedPrecision:

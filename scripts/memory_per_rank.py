@@ -1,6 +1,6 @@
 """How much memory a rank needs for a target and its draft, before anything is downloaded.
 
-    python scripts/memory_per_rank.py --config configs/qwen3_4b.yaml --ranks 8 --strategy fsdp2
+    python scripts/memory_per_rank.py --config configs/qwen3_4b.yaml --config configs/strategy/fsdp2.yaml --ranks 8
     python scripts/memory_per_rank.py --target FOLDER --ranks 2 --precision 32-true
     python scripts/memory_per_rank.py --table     # the table of docs/many_ranks.md
 
@@ -10,6 +10,7 @@ Shapes: H hidden size, F feature layers, V vocabulary.
 """
 
 import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
@@ -255,31 +256,71 @@ def table(ranks: Sequence[int] = (8, 16, 64)) -> str:
     return "\n".join([*lines, *(shape_row(shape, ranks) for shape in SHAPES)])
 
 
-def main() -> None:
-    """Read the command line and print."""
+def merged(paths: Iterable[Path]) -> dict[str, Any]:
+    """The settings of several configurations, the later ones over the earlier, as `dspark fit` takes them."""
+    settings: dict[str, Any] = {}
+    for path in paths:
+        settings = _over(settings, yaml.safe_load(path.read_text()))
+    return settings
+
+
+def _over(below: Any, above: Any) -> Any:
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
+
+
+def strategy_of(trainer: dict[str, Any]) -> str:
+    """Which of `STRATEGIES` a configuration's trainer has; without a word on it Lightning takes DDP."""
+    given = trainer.get("strategy", "ddp")
+    name = given if isinstance(given, str) else given["class_path"].rpartition(".")[2]
+    if "FSDP2" in name or "ModelParallel" in name:
+        return "fsdp2"
+    return "fsdp" if "fsdp" in name.lower() else "ddp"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Memory of a rank that trains a draft, without any weights.")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config", type=Path, help="training configuration; its target's config.json is read")
+    source.add_argument("--config", type=Path, action="append", help="training configuration, then its overlays")
     source.add_argument("--table", action="store_true", help="print the table of docs/many_ranks.md")
     source.add_argument("--target", help="folder with a config.json, hub id or 'embedded'; the draft's defaults")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
+    parser.add_argument("--strategy", choices=STRATEGIES, help="default: the configuration's, or fsdp2")
     parser.add_argument("--precision", choices=list(PRECISIONS), help="default: the configuration's, or bf16-mixed")
     parser.add_argument("--replicate_target", action="store_true", help="as model.init_args.shard_target: false")
-    arguments = parser.parse_args()
-    if arguments.table:
-        print(table())
-        return
-    settings = yaml.safe_load(arguments.config.read_text()) if arguments.config else {}
-    model = settings.get("model", {}).get("init_args", {"target": arguments.target, "mask_token_id": 0})
+    given = parser.parse_args()
+    if given.ranks < 1:
+        parser.error(f"--ranks must be 1 or more, got {given.ranks}")
+    return given
+
+
+def describe_run(given: argparse.Namespace) -> str:
+    """The table of the configuration or target on the command line."""
+    settings = merged(given.config or ())
+    trainer = settings.get("trainer", {})
+    model = settings.get("model", {}).get("init_args", {"target": given.target, "mask_token_id": 0})
     data = settings.get("data", {}).get("init_args", {})
-    configured = settings.get("trainer", {}).get("precision", "32-true") if settings else "bf16-mixed"
-    precision = arguments.precision or configured
+    setting = Setting(
+        given.ranks,
+        given.strategy or (strategy_of(trainer) if settings else "fsdp2"),
+        given.precision or (trainer.get("precision", "32-true") if settings else "bf16-mixed"),
+        given.replicate_target or not model.get("shard_target", True),
+    )
     names = {field.name for field in fields(DraftArgs)}
     draft_args = {name: value for name, value in model.items() if name in names}
-    pair = build_pair(model["target"], precision, draft_args, model.get("trust_remote_code", False))
-    setting = Setting(arguments.ranks, arguments.strategy, precision, arguments.replicate_target)
-    print(describe(pair, setting, data.get("max_length", 4096) * data.get("batch_size", 1)))
+    pair = build_pair(model["target"], setting.precision, draft_args, model.get("trust_remote_code", False))
+    return describe(pair, setting, data.get("max_length", 4096) * data.get("batch_size", 1))
+
+
+def main() -> None:
+    """Read the command line and print; what cannot be read ends with one line."""
+    given = arguments()
+    try:
+        print(table() if given.table else describe_run(given))
+    except (ValueError, OSError) as error:
+        sys.exit(f"memory_per_rank: error: {error}")
 
 
 if __name__ == "__main__":

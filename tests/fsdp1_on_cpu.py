@@ -27,6 +27,9 @@ def _full_state_dict(module: nn.Module, world_size: int, rank0_only: bool = True
 class CPUFSDPStrategy(DSparkFSDPStrategy):
     """Hands torch the CPU as a device object; Lightning passes its index, which is None."""
 
+    def setup_environment(self) -> None:
+        super(DSparkFSDPStrategy, self).setup_environment()
+
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         with enable_wrap(

@@ -21,7 +21,8 @@ from fakes import RecordingLogger
 from ranks_helpers import STRATEGIES, quiet_trainer
 
 STEPS, ROWS, LENGTH = 8, 4, 40
-SCENARIOS = ("unequal", "none", "accumulated", "clipped")
+SCENARIOS = ("unequal", "none", "accumulated", "plain", "clipped")
+OF_SGD = ("plain", "clipped")
 
 
 def global_batch(scenario: str, index: int) -> dict[str, Tensor]:
@@ -55,9 +56,9 @@ def train(scenario: str, strategy: str, folder: Path) -> dict[str, Any]:
     """Weights by name, and everything that was logged."""
     logger = RecordingLogger()
     accumulate = 2 if scenario == "accumulated" else 1
-    # Adam hardly notices that gradients were scaled, so clipping is looked at through plain SGD.
     clip = {"gradient_clip_val": 0.1} if scenario == "clipped" else {}
-    optimizer = partial(SGD, lr=1.0) if clip else default_optimizer
+    # Adam hardly notices that gradients were scaled, so that is looked at through SGD.
+    optimizer = partial(SGD, lr={"plain": 0.2, "clipped": 1.0}[scenario]) if scenario in OF_SGD else default_optimizer
     trainer = quiet_trainer(
         strategy,
         folder,

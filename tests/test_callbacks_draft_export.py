@@ -98,6 +98,29 @@ def test_ctrl_c_exports_what_was_learned(tmp_path: Path) -> None:
     assert folders(tmp_path) == {"dspark-draft"}
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_ctrl_c_gathers_no_draft_that_is_split(
+    tmp_path: Path, saves: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other ranks may be anywhere by then, and would not join in."""
+    gathered: list[nn.Module] = []
+    monkeypatch.setattr(draft_export, "is_sharded", lambda draft: True)
+    monkeypatch.setattr(draft_export, "full_state_dict", lambda draft: gathered.append(draft) or draft.state_dict())
+
+    class Interrupt(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.current_epoch == 2:
+                gathered.clear()
+                raise KeyboardInterrupt
+
+    saving = ModelCheckpoint(tmp_path / "c", filename="{step}", save_top_k=1 if saves else 0)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Interrupt(), saving)
+    assert not gathered and "dspark-draft" not in folders(tmp_path)
+    command = f"No draft is exported; run: dspark export --ckpt_path {tmp_path / 'c' / 'step=4.ckpt'}"
+    assert (command in caplog.messages) == saves
+
+
 def test_says_what_it_wrote_and_what_comes_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(tmp_path, enable_checkpointing=False)
     assert f"Draft exported to {tmp_path / 'dspark-draft'}" in caplog.messages

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import dspark_lightning.replace as replace
-from dspark_lightning.checkpoints import WholeFileIO, name_optimizer_states, write_problem, write_whole_files
+from dspark_lightning import Qwen3DSpark
+from dspark_lightning.checkpoints import WholeFileIO, name_optimizer_states, prepare_checkpoints, write_problem
+from dspark_lightning.datamodules import ChatDataModule
 from dspark_lightning.replace import outdated_path, replace_path
+from fakes import tiny_trainer
 
 
 def folder(path: Path, content: str) -> Path:
@@ -47,6 +51,24 @@ def test_optimizer_states_get_the_names_of_their_parameters() -> None:
     assert set(optimizer.state_dict()["state"]) == {0, 1}  # the optimizer itself is left alone
     optimizer.load_state_dict(named)
     assert optimizer.state[module.a.weight]["exp_avg"].item() == pytest.approx(0.2)
+
+
+def test_a_checkpoint_of_weights_alone_has_no_optimizer_to_name() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
+    trainer = SimpleNamespace(strategy=None, optimizers=[optimizer])
+    module = SimpleNamespace(trainer=trainer, named_parameters=lambda: ())
+    checkpoint: dict[str, Any] = {"state_dict": {}}
+    name_optimizer_states(module, checkpoint)  # type: ignore[arg-type]
+    assert checkpoint == {"state_dict": {}}
+
+
+def test_a_folder_takes_the_place_of_a_file(tmp_path: Path) -> None:
+    """A run that goes on with sharded checkpoints where it had whole ones."""
+    path = tmp_path / "last.ckpt"
+    path.write_text("old")
+    replace_path(folder(tmp_path / "new", "new"), path)
+    assert (path / "content").read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 @pytest.mark.parametrize("before", ["nothing", "predecessor", "moved away", "both", "file", "link"])
@@ -100,9 +122,20 @@ def test_a_checkpoint_io_that_the_user_gave_stays() -> None:
 
     for given, kept in ((Own(), Own), (None, WholeFileIO), (TorchCheckpointIO(), WholeFileIO)):
         strategy = SingleDeviceStrategy(checkpoint_io=given)
-        write_whole_files(SimpleNamespace(strategy=strategy))  # type: ignore[arg-type]
+        trainer = SimpleNamespace(strategy=strategy, state=SimpleNamespace(fn="validate"))
+        prepare_checkpoints(trainer)  # type: ignore[arg-type]
         assert type(strategy.checkpoint_io) is kept
-    write_whole_files(None)
+    prepare_checkpoints(None)
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    where = tmp_path / "file" / "checkpoints"
+    options: dict[str, Any] = {"callbacks": [ModelCheckpoint(where)], "enable_checkpointing": True, "max_steps": 1}
+    module = Qwen3DSpark("embedded", mask_token_id=5, num_draft_layers=1)
+    with pytest.raises(ValueError, match=f"ModelCheckpoint cannot write to '{where}': Not a directory"):
+        tiny_trainer(tmp_path, **options).fit(module, ChatDataModule("embedded", max_length=64))
+    assert module.draft is None
 
 
 def test_an_error_that_is_none_of_the_disk_keeps_its_name(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import DistBackendError
+
+from dspark_lightning import cli
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 OPTIONS = {
@@ -40,6 +43,39 @@ def fit(strategy: str, folder: Path) -> str:
     assert (folder / "runs/quickstart/version_0/dspark-draft/model.safetensors").exists()
     (line,) = re.findall(r"^Held-out rows: .* \(tau\).*$", run.stdout, flags=re.MULTILINE)
     return line
+
+
+@pytest.mark.parametrize(
+    "lost", [RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer\nmore"), DistBackendError("NCCL")]
+)
+def test_a_rank_that_another_left_says_so_in_one_line(
+    lost: RuntimeError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: object) -> None:
+        raise lost
+
+    monkeypatch.setattr(cli, "run_lightning", run)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["fit"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "dspark: error: the connection to another rank is lost, whose own message says why it ended:"
+    )
+    assert line.endswith("start again with the last checkpoint as --ckpt_path")
+
+
+def test_fsdp1_on_the_cpu_is_refused_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    overlay = CONFIGS / "strategy" / "fsdp.yaml"
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["fit", f"--config={CONFIGS / 'quickstart.yaml'}", f"--config={overlay}"])
+    output = capsys.readouterr()
+    assert "rows read" not in output.out + output.err
+    assert output.err.splitlines()[-1].startswith(
+        "dspark: error: FSDP1 does not run on the CPU: take dspark_lightning."
+    )
 
 
 @pytest.mark.slow

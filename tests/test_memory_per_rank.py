@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from held_memory import DRAFT, PRECISIONS, RUNS
-from memory_per_rank import Setting, build_pair, describe, gathered_bytes, held_bytes, shard_bytes, step_bytes, table
+from memory_per_rank import (
+    Setting,
+    build_pair,
+    describe,
+    gathered_bytes,
+    held_bytes,
+    main,
+    shard_bytes,
+    step_bytes,
+    table,
+)
 from ranks_helpers import read_json, run_on_two_ranks
 
 TOLERANCE = 0.001
@@ -55,6 +65,42 @@ def test_the_parts_add_up() -> None:
     assert (features, last, chunk) == (10 * 2 * hidden * 2, 10 * hidden * 2, 2048 * vocabulary * 2)
     printed = describe(pair, Setting(4, "fsdp2", replicate_target=True), tokens=10)
     assert "whole" in printed and "features [10, 256]" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "first_lines"),
+    [
+        (["quickstart.yaml"], ["0.001 B", "ddp, 32-true, 2 ranks"]),
+        (["quickstart.yaml", "strategy/fsdp2.yaml"], ["split", "fsdp2, 32-true, 2 ranks"]),
+        (["quickstart.yaml", "strategy/fsdp.yaml"], ["split", "fsdp, 32-true, 2 ranks"]),
+    ],
+)
+def test_configurations_and_overlays_are_read_as_the_command_reads_them(
+    options: list[str], first_lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = Path(__file__).parent.parent / "configs"
+    given = [word for name in options for word in ("--config", str(configs / name))]
+    monkeypatch.setattr("sys.argv", ["memory_per_rank", *given, "--ranks", "2"])
+    main()
+    printed = capsys.readouterr().out.splitlines()
+    assert all(expected in line for expected, line in zip(first_lines, printed, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--target", "./nowhere"], "target './nowhere' does not exist"),
+        (["--target", "embedded", "--ranks", "0"], "--ranks must be 1 or more, got 0"),
+    ],
+)
+def test_what_cannot_be_read_ends_with_one_line(
+    options: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["memory_per_rank", *options])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert error in f"{stop.value}{capsys.readouterr().err}"
 
 
 def test_the_page_has_the_table_that_is_printed() -> None:

@@ -220,6 +220,22 @@ def test_hyper_parameters_are_plain_data(tmp_path: Path) -> None:
     assert not any("target" in name for name in loaded["state_dict"])
 
 
+def test_a_loaded_checkpoint_is_settled() -> None:
+    """One written inside an accumulation window goes back to its last step; see datamodules/resume.py."""
+    module = TinyDSpark(**ARGS)
+    module.configure_model()
+    counter = {"ready": 5, "started": 5, "processed": 5, "completed": 5}
+    batches = {"current": dict(counter), "total": dict(counter), "is_last_batch": False}
+    checkpoint: dict[str, Any] = {
+        "global_step": 2,
+        "ChatDataModule": {"epoch": 0, "batches": 5, "pending": 1},
+        "loops": {"fit_loop": {"epoch_progress": {}, "epoch_loop.batch_progress": batches}},
+    }
+    module.on_load_checkpoint(checkpoint | {"dspark": module.identity()})
+    assert checkpoint["ChatDataModule"] == {"epoch": 0, "batches": 4, "pending": 0}
+    assert set(batches["current"].values()) == set(batches["total"].values()) == {4}
+
+
 def test_load_from_checkpoint_restores_the_draft(tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
     loaded = TinyDSpark.load_from_checkpoint(path)

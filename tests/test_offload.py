@@ -11,11 +11,13 @@ import torch
 import transformers.integrations.accelerate as placement
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+import dspark_lightning.module as module_file
 import dspark_lightning.offload
+from dspark_lightning.delivery import Delivery
 from dspark_lightning.loading import load_target
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.target import HFDSparkTargetModel
@@ -207,19 +209,35 @@ def test_several_processes_cannot_share_a_device_map(folders: Callable[[str], st
 @pytest.mark.parametrize(
     ("device_map", "dispatched", "moves"), [(None, False, True), (None, True, False), ("cpu", False, False)]
 )
-def test_a_placed_target_is_not_moved(device_map: str | None, dispatched: bool, moves: bool) -> None:
-    moved: list[torch.device] = []
+def test_a_placed_target_is_not_moved(
+    device_map: str | None, dispatched: bool, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[nn.Module] = []
+    monkeypatch.setattr(Delivery, "__call__", lambda self, part: moved.append(part))
 
     class Bringing(DSparkModule):
         def load_target(self) -> PreTrainedModel:
             model = tiny_qwen3()
-            model.to = moved.append  # type: ignore[method-assign,assignment]
             if dispatched:
                 model.hf_device_map = {"": "cpu"}
             return model
 
-    Bringing("tiny", mask_token_id=5, num_draft_layers=1, device_map=device_map).configure_model()
-    assert moved == ([torch.device("cpu")] if moves else [])
+    module = Bringing("tiny", mask_token_id=5, num_draft_layers=1, device_map=device_map)
+    module.configure_model()
+    assert module.target is not None
+    assert (module.target.model in moved) == moves and (moves or not moved)
+
+
+@pytest.mark.parametrize(("device_map", "reads"), [(None, False), ("auto", True)])
+def test_each_process_places_its_own_target(
+    device_map: str | None, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine each, perhaps: what is spread over devices is not sent around."""
+    read: list[str] = []
+    monkeypatch.setattr(module_file, "reads_for_others", lambda: False)
+    monkeypatch.setattr(module_file, "load_target", lambda target, *args, **options: read.append(target))
+    DSparkModule("embedded", mask_token_id=5, num_draft_layers=1, device_map=device_map).load_target()
+    assert bool(read) == reads
 
 
 def test_a_module_that_the_target_lacks_cannot_be_placed(folders: Callable[[str], str]) -> None:

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -124,14 +125,14 @@ def test_an_epoch_trained_to_its_end_gives_no_rows_again() -> None:
     [
         ("seed", 3, "in the middle of epoch 4 with seed 3, this run has 7: resume with 3"),
         ("num_rows", 12, "with num_rows 12, this run has 10"),
-        ("global_batch_size", 4, "with global_batch_size 4, this run has 2"),
+        ("global_batch_size", 4, "with global_batch_size 4 (batch_size x ranks), this run has 2"),
     ],
 )
 def test_another_order_is_refused_inside_an_epoch_only(name: str, then: int, message: str) -> None:
     made = resumable(FakeTrainer())
     state = made.state_dict(5) | {"epoch": 4, name: then}
     made.load_state_dict(state)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         made.load_state_dict(state | {"batches": 1})
 
 

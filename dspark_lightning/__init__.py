@@ -16,6 +16,7 @@ from dspark_lightning.anchors import (
 )
 from dspark_lightning.datamodules.vlm_collate import dspark_vlm_collate_fn
 from dspark_lightning.datamodules.vlm_loader import build_dspark_vlm_dataloader
+from dspark_lightning.decoding.generate import SpeculativeOutput, speculative_generate
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.deepseek_v4 import DeepseekV4DSparkModel, build_deepseek_v4_draft_config
 from dspark_lightning.drafts.gemma4 import Gemma4DSparkModel, build_gemma4_draft_config
@@ -84,6 +85,7 @@ __all__ = [
     "Qwen3DSpark",
     "Qwen3DSparkModel",
     "RNNHead",
+    "SpeculativeOutput",
     "VanillaMarkov",
     "build_anchor_candidate_mask",
     "build_deepseek_v4_draft_config",
@@ -110,5 +112,6 @@ __all__ = [
     "register_draft_family",
     "resolve_dspark_draft_spec",
     "sample_anchor_positions",
+    "speculative_generate",
     "validate_target_layer_ids",
 ]

@@ -171,7 +171,7 @@ class DenseBlockAttention:
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         else:
-            attended = _attend_with_sinks(queries, keys, values, self.visible, sinks, scale, dropout)
+            attended = attend_with_sinks(queries, keys, values, self.visible, sinks, scale, dropout)
         num_anchors = self.blocks.grid[1]
         return self.blocks.gather(attended.unflatten(2, (num_anchors, -1)).transpose(1, 2))
 
@@ -180,7 +180,7 @@ class DenseBlockAttention:
         return self.blocks.scatter(values).transpose(1, 2).flatten(2, 3)
 
 
-def _attend_with_sinks(
+def attend_with_sinks(
     query: Tensor,  # [B, heads, Q, D]
     key: Tensor,  # [B, kv_heads, T, D]
     value: Tensor,  # [B, kv_heads, T, Dv]

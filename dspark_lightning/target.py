@@ -199,7 +199,27 @@ class HFDSparkTargetModel:
             doc_remaining=doc_remaining,
         )
 
-    def _run(self, inputs: dict[str, Any], with_media: bool) -> dict[int, Tensor]:
+    def decode(self, input_ids: Tensor, cache: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Run tokens [B, n] behind those that a cache holds.
+
+        Args:
+            input_ids: token ids.
+            cache: the cache by the name of the argument that takes it; the tokens are added to it.
+
+        Returns:
+            features [B, n, F*H] and states after the final norm [B, n, H].
+        """
+        features = self._run({"input_ids": input_ids}, with_media=False, cache=cache)
+        joined = torch.cat([features[i].to(input_ids.device) for i in self.target_layer_ids], dim=-1)
+        return joined, features[self.num_layers - 1].to(input_ids.device, copy=True)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits [..., V] of states [..., H] after the final norm."""
+        logits: Tensor = self.lm_head(hidden)
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _run(self, inputs: dict[str, Any], with_media: bool, cache: dict[str, Any] | None = None) -> dict[int, Tensor]:
         """Run the backbone. Returns the features [B, S, H] by layer id, always with the last layer's."""
         # A causal LM in the place of a text stack would run its head too. It is entered only to place other media.
         backbone = self.decoder if self._wraps_causal_lm and not with_media else self.model.base_model
@@ -216,7 +236,7 @@ class HFDSparkTargetModel:
         no_grad = torch.no_grad() if sharded else torch.inference_mode()
         try:
             with no_grad, without_autocast(device) if as_served else nullcontext():
-                backbone(**inputs, use_cache=False)
+                backbone(**inputs, **(cache or {}), use_cache=cache is not None)
         finally:
             for handle in handles:
                 handle.remove()

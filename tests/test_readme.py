@@ -11,16 +11,20 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_for_a_lightning_project_runs(
+def test_the_examples_in_python_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
+    training, decoding = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(compile(training, "README.md", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out
     tau = float(re.search(r"tau (\d\.\d\d)", printed)[1])  # type: ignore[index]
     assert 1.0 < tau <= 8.0
     assert (tmp_path / "drafts/dspark-draft/model.safetensors").exists()
+    exec(compile(decoding, "README.md", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert "the target's own answer: True" in printed
+    assert float(printed.rpartition(": ")[2]) > 1
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

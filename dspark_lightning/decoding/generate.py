@@ -45,8 +45,8 @@ def speculative_generate(
     temperature. Rows are decoded one after the other, each with caches of its own: that is exact for every family.
 
     Args:
-        target: a causal LM, on the device of input_ids.
-        draft: trained for it.
+        target: a causal LM, on the device of input_ids; it is put into eval mode and frozen.
+        draft: trained for it; it is put into eval mode.
         input_ids: prompts.
         attention_mask: 0 = padding, on either side.
         max_new_tokens: of each row, L at most.

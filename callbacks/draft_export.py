@@ -36,7 +36,6 @@ class DraftExport(Callback):
     def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = dirpath
         self._parent = Path()
-        self._last_step = -1
         self._checkpoints: dict[Path, set[Path]] = {}  # what ModelCheckpoint saved at the step of each folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -44,7 +43,7 @@ class DraftExport(Callback):
         del pl_module
         if stage == "fit":
             self._parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-            self._last_step, self._checkpoints = -1, {}
+            self._checkpoints = {}
             if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 try:  # now, not after hours of training
                     self._parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +57,7 @@ class DraftExport(Callback):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = self._parent / f"dspark-step={trainer.global_step}"
-        if self._last_step != trainer.global_step:  # on every rank alike
-            self._last_step = trainer.global_step
+        if folder not in self._checkpoints:  # on every rank alike
             if trainer.is_global_zero:
                 self._delete_stale()
             self._export(trainer, pl_module, folder)
@@ -79,7 +77,8 @@ class DraftExport(Callback):
                 self._export_final(trainer, pl_module)
             else:
                 saved = _last_saved(trainer)
-                rank_zero_info(f"No draft is exported; run: dspark export --ckpt_path {saved}" if saved else "")
+                way = f"; run: dspark export --ckpt_path {saved}" if saved else ", and no checkpoint was saved"
+                rank_zero_info(f"No draft is exported{way}")
 
     def _export_final(self, trainer: Trainer, pl_module: LightningModule) -> None:
         path = self._export(trainer, pl_module, self._parent / "dspark-draft")
@@ -104,23 +103,21 @@ class DraftExport(Callback):
 
 def _last_saved(trainer: Trainer) -> Path | None:
     """The newest checkpoint of this run."""
-    named = {
-        Path(path)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-        for path in (callback.last_model_path, callback.best_model_path, *callback.best_k_models)
-        if path and Path(path).exists()
-    }
-    return max(named, key=lambda path: path.stat().st_mtime, default=None)
+    last = {Path(x.last_model_path) for x in _model_checkpoints(trainer) if x.last_model_path}
+    saved = [path for path in last | _best(trainer) if path.exists()]
+    return max(saved, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _about_to_be_saved(trainer: Trainer) -> set[Path]:
     """The checkpoints that ModelCheckpoint counts as its own already, but that are not there yet."""
-    named = {
-        Path(path)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
-        for path in (*callback.best_k_models, callback.best_model_path)
-        if path
-    }
-    return {path for path in named if not path.exists()}
+    return {path for path in _best(trainer) if not path.exists()}
+
+
+def _best(trainer: Trainer) -> set[Path]:
+    """The checkpoints that ModelCheckpoint keeps for their score."""
+    named = (path for x in _model_checkpoints(trainer) for path in (*x.best_k_models, x.best_model_path))
+    return {Path(path) for path in named if path}
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

@@ -159,16 +159,12 @@ def _message_for_the_user(error: BaseException | None) -> str | None:
         if isinstance(error, torch.distributed.DistError) or "gloo/transport" in str(error):
             return (
                 "the connection to another rank is lost, whose own message says why it ended: "
-                f"{_first_line(error)}. To go on, start again with the last checkpoint as --ckpt_path"
+                f"{str(error).splitlines()[0]}. To go on, start again with the last checkpoint as --ckpt_path"
             )
         if isinstance(error, ValueError) and "in DataLoader worker process" in str(error):
             return str(error).strip().splitlines()[-1].partition(": ")[2]
         error = error.__cause__ or error.__context__
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:

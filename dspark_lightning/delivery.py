@@ -4,6 +4,7 @@ N ranks that each read a target would hold N copies of it in memory, often those
 others build it empty (on the meta device), and it is sent a part at a time, straight to the device that trains.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 from typing import TypeVar, cast
@@ -80,7 +81,10 @@ class Delivery:
         self.device = device
         self._names = {module: name for name, module in model.named_modules()}
         self._done: set[nn.Module] = set()
-        self._made: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by the id of the empty one: tied weights stay tied
+        # Tied weights stay tied. Of others nothing is kept: a part may be split, and its whole weights must go.
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._tied = {id(parameter): parameter for parameter in model.parameters() if uses[id(parameter)] > 1}
+        self._made: dict[int, nn.Parameter] = {}  # of the tied ones
         empty = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
         self._dtypes: dict[str, torch.dtype] | None = None
         if is_distributed() and any(gather_values(empty)):
@@ -113,14 +117,16 @@ class Delivery:
         return f"{prefix}.{name}" if prefix else name
 
     def _parameter(self, path: str, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in self._made:
-            data = self._tensor(path, parameter.data)
-            made = parameter
-            if parameter.is_meta:
-                made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        if id(parameter) in self._made:
+            return self._made[id(parameter)]
+        data, made = self._tensor(path, parameter.data), parameter
+        if parameter.is_meta:
+            made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        else:
             made.data = data
-            self._made[id(parameter)] = parameter, made
-        return self._made[id(parameter)][1]
+        if id(parameter) in self._tied:
+            self._made[id(parameter)] = made
+        return made
 
     def _tensor(self, path: str, tensor: Tensor) -> Tensor:
         if self._dtypes is None:

@@ -9,7 +9,8 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 import dspark_lightning.module
 from dspark_lightning import Qwen3DSpark
 from dspark_lightning.datamodules import ChatDataModule
+from dspark_lightning.delivery import Delivery
 from dspark_lightning.embedded import embedded_data
 from dspark_lightning.rope import rope_errors
 from fsdp1_on_cpu import CPUFSDPStrategy
@@ -97,6 +99,28 @@ def fit(
     return watch.seen | {"tau": trainer.callback_metrics["val/tau"].item(), "steps": trainer.global_step}
 
 
+class MeasuredDelivery(Delivery):
+    """Notes after each part how many bytes of weights this process holds."""
+
+    held: ClassVar[list[int]] = []
+
+    def __call__(self, part: torch.nn.Module) -> None:
+        super().__call__(part)
+        gc.collect()
+        tensors = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta)
+        storages = (x.untyped_storage() for x in tensors)
+        self.held.append(sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+
+
+def loading_growth(folder: Path, kind: str) -> int:
+    """Bytes by which the memory of this rank grows while the target is split, from its second unit to its last."""
+    MeasuredDelivery.held.clear()
+    with mock.patch.object(dspark_lightning.module, "Delivery", MeasuredDelivery):
+        fit(folder, kind)
+    _, _, first, *others = MeasuredDelivery.held  # embedding and head are delivered before the first unit
+    return max(others) - first
+
+
 def fit_uneven(folder: Path, kind: str, val_rows: int) -> dict[str, Any]:
     """Eleven training rows in global batches of four, and validation rows that do not come out even."""
     rows = folder / "rows.jsonl"
@@ -138,6 +162,8 @@ def main() -> None:
         facts[f"{name} replicated"] = fit(folder, name, "bf16-mixed", shard_target=False)
         facts[f"{name} recomputed"] = fit(folder, name, activation_checkpointing=True)
     facts["loads"] = len(loads)
+    for name in ("fsdp1", "fsdp2"):
+        facts[f"{name} loading"] = loading_growth(folder, name)
     for precision in ("bf16-mixed", "bf16-true"):
         facts[f"Lightning's {precision}"] = fit(folder, LightningsPrecision(), precision)
     for name, rows in (("uneven", 5), ("one row", 1)):

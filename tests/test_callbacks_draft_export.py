@@ -118,7 +118,7 @@ def test_ctrl_c_gathers_no_draft_that_is_split(
         fit(tmp_path, Interrupt(), saving)
     assert not gathered and "dspark-draft" not in folders(tmp_path)
     command = f"No draft is exported; run: dspark export --ckpt_path {tmp_path / 'c' / 'step=4.ckpt'}"
-    assert (command in caplog.messages) == saves
+    assert (command if saves else "No draft is exported, and no checkpoint was saved") in caplog.messages
 
 
 def test_says_what_it_wrote_and_what_comes_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from held_memory import DRAFT, PRECISIONS, RUNS
 from memory_per_rank import (
     Setting,
     build_pair,
@@ -20,6 +19,7 @@ from memory_per_rank import (
     table,
 )
 from ranks_helpers import read_json, run_on_two_ranks
+from ranks_memory import DRAFT, PRECISIONS, RUNS
 
 TOLERANCE = 0.001
 """Share by which measured and computed bytes may differ; all but the rounding of shards is exact."""
@@ -119,7 +119,7 @@ def test_the_page_has_the_table_that_is_printed() -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks held in every way of training."""
     folder = tmp_path_factory.mktemp("held")
-    run_on_two_ranks("held_memory.py", folder)
+    run_on_two_ranks("ranks_memory.py", folder)
     return [read_json(folder / f"rank{rank}.json") for rank in (0, 1)]
 
 

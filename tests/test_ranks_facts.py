@@ -65,6 +65,13 @@ def test_a_sharded_pair_is_held_in_parts(ranks: list[dict[str, Any]], strategy: 
         assert sharded["whole_vocabularies"] == 0  # between two steps; inside one the loss needs the head
 
 
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_no_rank_ever_holds_the_whole_target(ranks: list[dict[str, Any]], strategy: str) -> None:
+    """While it is split, the memory of rank 1 grows by its half; with each unit kept whole it would by three halves."""
+    half = 4 * (1_443_840 - 131_072) / 2
+    assert 0.5 * half < ranks[1][f"{strategy} loading"] < 1.3 * half
+
+
 def test_ranks_that_hold_all_hold_embedding_and_head(ranks: list[dict[str, Any]]) -> None:
     """So what is counted above can be found."""
     assert ranks[0]["ddp 32-true"]["whole_vocabularies"] == 2

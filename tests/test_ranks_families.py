@@ -53,7 +53,7 @@ def test_half_precision_is_alike_under_every_strategy(family: str, precision: st
 @pytest.mark.parametrize("family", PICTURE_FAMILIES)
 def test_pictures_on_one_rank_only(family: str, tmp_path: Path) -> None:
     write_tiny_vlm(family, tmp_path / "target")
-    run_on_two_ranks("ddp_vlm.py", tmp_path / "target", tmp_path, *STRATEGIES)
+    run_on_two_ranks("ranks_vlm.py", tmp_path / "target", tmp_path, *STRATEGIES)
     seen = read_json(tmp_path / "rank0.json")
     assert [seen[strategy]["steps"] for strategy in STRATEGIES] == [4, 4, 4]
     for strategy in ("fsdp1", "fsdp2"):

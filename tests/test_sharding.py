@@ -1,5 +1,7 @@
 """What is split, and what is refused, without several ranks; `test_ranks_*.py` have those."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -82,6 +84,18 @@ def test_delivery_takes_each_part_once_and_keeps_ties() -> None:
     deliver(model)
     assert model["a"].bias.is_meta
     assert model["a"].weight is model["b"].weight is parameters[0]
+
+
+def test_delivery_holds_on_to_nothing_that_may_be_split() -> None:
+    """Else every rank would have the whole target until the last part is split."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in "ab"})
+    deliver = Delivery(model, torch.device("cpu"))
+    deliver(model["a"])
+    whole = weakref.ref(model["a"].weight)
+    model["a"].weight = torch.nn.Parameter(torch.empty(1))
+    gc.collect()
+    assert whole() is None
+    deliver(model)
 
 
 def test_one_rank_alone_raises_its_own_error() -> None:

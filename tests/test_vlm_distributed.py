@@ -15,7 +15,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
     folder = tmp_path_factory.mktemp("ddp")
     write_tiny_vlm("qwen3_vl", folder / "target")
-    run_on_two_ranks("ddp_vlm.py", folder / "target", folder, "ddp")
+    run_on_two_ranks("ranks_vlm.py", folder / "target", folder, "ddp")
     return [read_json(folder / f"rank{rank}.json") for rank in (0, 1)]
 
 

@@ -1,6 +1,6 @@
 """Train two steps of a pair in many ways and write down the bytes that each rank then holds.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 tests/held_memory.py FOLDER
+python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks_memory.py FOLDER
 """
 
 import gc
@@ -18,19 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from dspark_lightning import Qwen3DSpark
 from dspark_lightning.datamodules import ChatDataModule
-from dspark_lightning.strategies import DSparkFSDP2Strategy
-from fsdp1_on_cpu import CPUFSDPStrategy
-from ranks_helpers import quiet_trainer
+from ranks_helpers import make_strategy, quiet_trainer
 
 RUNS = [("ddp", "whole"), ("fsdp", "whole"), ("fsdp", "split"), ("fsdp2", "whole"), ("fsdp2", "split")]
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 DRAFT = {"num_draft_layers": 2, "mask_token_id": 5, "block_size": 4, "num_anchors": 8, "markov_rank": 8}
 
 
-def make_strategy(name: str) -> Strategy:
-    if name == "ddp":
-        return DDPStrategy(gradient_as_bucket_view=True)
-    return CPUFSDPStrategy() if name == "fsdp" else DSparkFSDP2Strategy(save_distributed_checkpoint=False)
+def strategy_of(name: str) -> str | Strategy:
+    """That of the overlay; FSDP1 through its class for the CPU."""
+    return (
+        DDPStrategy(gradient_as_bucket_view=True) if name == "ddp" else make_strategy({"fsdp": "fsdp1"}.get(name, name))
+    )
 
 
 class Count:
@@ -92,7 +91,7 @@ def measure(strategy: str, precision: str, where: str, folder: Path) -> dict[str
     """What this rank holds after two steps of a pair whose target is "whole" or "split"."""
     measuring = Measure()
     options = {"precision": precision, "max_steps": 2, "limit_val_batches": 0, "callbacks": [measuring]}
-    trainer = quiet_trainer(make_strategy(strategy), folder, **options)
+    trainer = quiet_trainer(strategy_of(strategy), folder, **options)
     module = Qwen3DSpark("embedded", shard_target=where == "split", **DRAFT)  # type: ignore[arg-type]
     trainer.fit(module, ChatDataModule("embedded", "embedded", max_length=64, batch_size=2))
     largest = sorted(measuring.others, key=lambda other: -other[2])[:6]

@@ -1,6 +1,6 @@
 """Two ranks train on pictures and text; each writes what it saw as JSON.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ddp_vlm.py TARGET FOLDER STRATEGY ...
+python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks_vlm.py TARGET FOLDER STRATEGY ...
 """
 
 import json

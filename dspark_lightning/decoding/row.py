@@ -21,7 +21,8 @@ class Round(NamedTuple):
     """One block, drafted and verified."""
 
     proposed: int  # tokens behind the anchor that the target verified
-    accepted: int  # of these, up to and with the token that ended the row
+    judged: int  # of these, up to and with the token that ended the row
+    accepted: int  # of these
     confidence: list[float] | None  # logits of all K drafted tokens, also of those that were not proposed
 
 
@@ -69,8 +70,10 @@ class DecodedRow:
             gained = self._verify(proposal)
             end = next((i + 1 for i, token in enumerate(gained) if token in stops), len(gained))
             self.tokens += gained[:end]
-            # What the target accepted behind a stop token is no part of its answer.
-            self.rounds.append(Round(len(proposal.tokens), min(len(gained) - 1, end), proposal.confidence))
+            # What follows a stop token is no part of the answer, accepted or not.
+            proposed, accepted = len(proposal.tokens), len(gained) - 1
+            judged = end if end <= accepted else proposed
+            self.rounds.append(Round(proposed, judged, min(accepted, end), proposal.confidence))
 
     def _propose(self, most: int) -> Proposal:
         """Draft a block, and cut it where it may grow too long or where the draft is unsure."""

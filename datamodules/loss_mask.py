@@ -152,6 +152,15 @@ class ChatRenderer:
         """
         return self._render(messages, None)
 
+    def encode_prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
+        """Token ids of turns and of what the template writes before the answer to them.
+
+        Raises:
+            BadRow: The template refuses them.
+        """
+        text = self._render(messages, tools, add_generation_prompt=True)
+        return [token for token, _ in self.encode_text(text)]
+
     def encode_text(self, text: str) -> list[tuple[int, Span]]:
         """Token ids of a rendering, each with its place in the text."""
         encoding = self._backend.encode(text, add_special_tokens=False)

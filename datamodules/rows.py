@@ -50,12 +50,15 @@ ReadContent = Callable[[object, str], Any]
 """From the content of a turn and its role to what the chat template is given as `content`."""
 
 
-def parse_row(record: object, read_content: ReadContent | None = None) -> Chat | TokenRow:
+def parse_row(
+    record: object, read_content: ReadContent | None = None, *, needs_answer: bool = True
+) -> Chat | TokenRow:
     """Bring one record into normal form.
 
     Args:
         record: One row, as it was read.
         read_content: Checks and converts the content of each turn. Default: only text is taken.
+        needs_answer: Whether there must be an assistant turn.
 
     Raises:
         BadRow: The record has none of the formats, an unknown role, content that is not text, or no assistant turn.
@@ -66,7 +69,7 @@ def parse_row(record: object, read_content: ReadContent | None = None) -> Chat |
     if "input_ids" in record:
         return _token_row(record)
     messages = [_message(turn, read_content or _text) for turn in _turns(record)]
-    if not any(message["role"] == "assistant" for message in messages):
+    if needs_answer and not any(message["role"] == "assistant" for message in messages):
         raise BadRow(f"no assistant turn; the roles are {[message['role'] for message in messages]}")
     truncated = record.get("truncated", False)
     if not isinstance(truncated, bool):

@@ -29,6 +29,7 @@ class AnswerRecord:
     seconds: float  # for the whole answer, prompt included
     plain_seconds: float | None  # the target alone on the same prompt; None when not measured
     plain_tokens: int | None  # which it gave
+    same_as_plain: bool | None = None  # whether they are the answer, at temperature 0
 
     @property
     def rounds(self) -> list[Round]:

@@ -1,0 +1,1 @@
+"""Evaluation: what a draft is worth, measured by decoding with it."""

@@ -1,9 +1,10 @@
 """Lightning callbacks for training DSpark drafts."""
 
 from dspark_lightning.callbacks.acceptance import AcceptanceMetrics
+from dspark_lightning.callbacks.decode_acceptance import DecodeAcceptance
 from dspark_lightning.callbacks.draft_export import DraftExport
 from dspark_lightning.callbacks.rank_agreement import RankAgreement
 from dspark_lightning.callbacks.rope_precision import RopePrecisionCheck
 from dspark_lightning.callbacks.step_timer import StepTimer
 
-__all__ = ["AcceptanceMetrics", "DraftExport", "RankAgreement", "RopePrecisionCheck", "StepTimer"]
+__all__ = ["AcceptanceMetrics", "DecodeAcceptance", "DraftExport", "RankAgreement", "RopePrecisionCheck", "StepTimer"]

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from dspark_lightning.datamodules.collate import collate_rows
 from dspark_lightning.datamodules.encode import RowEncoder
-from dspark_lightning.datamodules.loss_mask import ChatRenderer
+from dspark_lightning.datamodules.loss_mask import ChatRenderer, read_template
 from dspark_lightning.datamodules.preview import preview
 from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import ResumableSampler, RowLoader
@@ -119,6 +119,11 @@ class ChatDataModule(LightningDataModule):
         self.chat_template, self.chat_template_kwargs = chat_template, chat_template_kwargs
         self._rows: dict[str, RowSet] = {}
         self._sampler: ResumableSampler | None = None
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Renders conversations as they are trained. Needs `setup`."""
+        return self._encoder.renderer
 
     def prepare_data(self) -> None:
         """Encode the rows on one process of each node, so that the others find them in the cache."""
@@ -228,9 +233,7 @@ class ChatDataModule(LightningDataModule):
     def _renderer_options(self) -> dict[str, Any]:
         template = None
         if self.chat_template is not None:
-            if not Path(self.chat_template).is_file():
-                raise ValueError(f"chat_template {self.chat_template!r}: no such file")
-            template = Path(self.chat_template).read_text(encoding="utf-8")
+            template = read_template(self.chat_template)
         return {
             "chat_template": template,
             "template_name": self.chat_template,

@@ -18,6 +18,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -268,6 +269,17 @@ class ChatRenderer:
 
     def _unusable(self, what: str) -> ValueError:
         return ValueError(f"no loss mask: {self.template_name} {what}")
+
+
+def read_template(path: str) -> str:
+    """Read a chat template from a Jinja file.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"chat_template {path!r}: no such file")
+    return Path(path).read_text(encoding="utf-8")
 
 
 def _assistant_turns(messages: list[Message]) -> list[int]:

@@ -50,9 +50,7 @@ ReadContent = Callable[[object, str], Any]
 """From the content of a turn and its role to what the chat template is given as `content`."""
 
 
-def parse_row(
-    record: object, read_content: ReadContent | None = None, *, needs_answer: bool = True
-) -> Chat | TokenRow:
+def parse_row(record: object, read_content: ReadContent | None = None, *, needs_answer: bool = True) -> Chat | TokenRow:
     """Bring one record into normal form.
 
     Args:

@@ -25,6 +25,8 @@ from dspark_lightning.export import (
     serve_command,
 )
 from dspark_lightning.module import DSparkModule
+from dspark_lightning.tools.calibrate import calibrate
+from dspark_lightning.tools.evaluate import evaluate
 
 
 class DSparkCLI(LightningCLI):
@@ -112,7 +114,7 @@ def export(ckpt_path: Path, output: Path) -> None:
     print(f"Draft exported to {path}\nNext: {serve_command(path, target, draft.block_size)}")
 
 
-TOOLS: dict[str, Callable[..., None]] = {"export": export}
+TOOLS: dict[str, Callable[..., None]] = {"export": export, "evaluate": evaluate, "calibrate": calibrate}
 
 
 def main(args: ArgsType = None) -> None:

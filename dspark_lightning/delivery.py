@@ -19,9 +19,19 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def world_size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def process_rank() -> int:
+    """The number of this rank, from 0."""
+    return dist.get_rank() if is_distributed() else 0
+
+
 def reads_for_others() -> bool:
     """Whether this rank is the one that reads; True when it is alone."""
-    return not is_distributed() or dist.get_rank() == 0
+    return process_rank() == 0
 
 
 T = TypeVar("T")

@@ -48,3 +48,17 @@ def _discard_at_once(path: Path) -> None:
     if path.exists():
         path.rename(doomed)
     discard(doomed)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, its folder too, so that it is there whole or as it was.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch_path(path).write_text(text, encoding="utf-8")
+        replace_path(scratch_path(path), path)
+    except OSError as error:
+        raise ValueError(f"cannot write {str(path)!r}: {error.strerror or error}") from error

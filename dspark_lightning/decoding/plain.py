@@ -18,7 +18,8 @@ def decode_plainly(
     generator: torch.Generator | None = None,
 ) -> list[int]:
     """Continue one prompt until a stop token, or until there are `max_new_tokens`."""
-    cached, feed, tokens = CachedTarget(target), prompt, []
+    cached, feed = CachedTarget(target), prompt
+    tokens: list[int] = []
     while len(tokens) < max_new_tokens:
         hidden = cached.feed(feed)[1]
         feed = sample_tokens(cached.logits(hidden[:, -1]), temperature, generator)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dspark_lightning.decoding.row import Round
+from dspark_lightning.replace import write_text
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class AnswerRecord:
     @property
     def rounds(self) -> list[Round]:
         """The rounds one by one."""
-        known = self.confidence or [None] * len(self.proposed)
+        known: Sequence[list[float] | None] = self.confidence or [None] * len(self.proposed)
         return [Round(*each) for each in zip(self.proposed, self.judged, self.accepted, known, strict=True)]
 
 
 def write_records(path: Path, records: Iterable[AnswerRecord]) -> None:
     """Write one line for each answer."""
-    path.write_text("".join(json.dumps(asdict(record)) + "\n" for record in records), encoding="utf-8")
+    write_text(path, "".join(json.dumps(asdict(record)) + "\n" for record in records))
 
 
 def read_records(path: Path) -> list[AnswerRecord]:

@@ -1,0 +1,1 @@
+"""The commands beside LightningCLI's, one in each file."""

@@ -27,6 +27,7 @@ from dspark_lightning.export import (
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.tools.calibrate import calibrate
 from dspark_lightning.tools.evaluate import evaluate
+from dspark_lightning.tools.schedule import schedule
 
 
 class DSparkCLI(LightningCLI):
@@ -114,7 +115,12 @@ def export(ckpt_path: Path, output: Path) -> None:
     print(f"Draft exported to {path}\nNext: {serve_command(path, target, draft.block_size)}")
 
 
-TOOLS: dict[str, Callable[..., None]] = {"export": export, "evaluate": evaluate, "calibrate": calibrate}
+TOOLS: dict[str, Callable[..., None]] = {
+    "export": export,
+    "evaluate": evaluate,
+    "calibrate": calibrate,
+    "schedule": schedule,
+}
 
 
 def main(args: ArgsType = None) -> None:

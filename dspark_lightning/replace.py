@@ -1,6 +1,7 @@
 """Putting something finished in the place of its predecessor."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -34,6 +35,32 @@ def replace_path(finished: Path, path: Path) -> None:
     _discard_at_once(outdated)
 
 
+def write_finished(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` write a file, which takes its place at `path` once it is whole.
+
+    Raises:
+        ValueError: it cannot be written; names it.
+    """
+    scratch = scratch_path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(scratch)
+        replace_path(scratch, path)
+    except OSError as error:
+        raise ValueError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    finally:
+        discard(scratch)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_finished` for text.
+
+    Raises:
+        ValueError: it cannot be written; names it.
+    """
+    write_finished(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+
+
 def discard(path: Path) -> None:
     """Delete a file or folder, if there is one."""
     shutil.rmtree(path, ignore_errors=True)
@@ -48,17 +75,3 @@ def _discard_at_once(path: Path) -> None:
     if path.exists():
         path.rename(doomed)
     discard(doomed)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file, its folder too, so that it is there whole or as it was.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch_path(path).write_text(text, encoding="utf-8")
-        replace_path(scratch_path(path), path)
-    except OSError as error:
-        raise ValueError(f"cannot write {str(path)!r}: {error.strerror or error}") from error

@@ -35,13 +35,11 @@ class CachedTarget:
 
     def __init__(self, target: HFDSparkTargetModel) -> None:
         self.target = target
-        config = target.model.config.get_text_config()
-        self._cache: Any = DynamicCache(config=config)
-        self._crops = can_crop(config) and hasattr(self._cache, "activate_past_recording")
+        ((self._cache_name, self._cache),) = empty_cache(target).items()
+        crops = can_crop(target.model.config.get_text_config())
+        self._crops = crops and hasattr(self._cache, "activate_past_recording")
         self._before: Any = None
         self._fed: Tensor | None = None
-        backbone = inspect.signature(target.decoder.forward).parameters
-        self._cache_name = "cache" if "cache" in backbone else "past_key_values"
 
     def feed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Run tokens [n] behind those before.
@@ -76,6 +74,13 @@ class CachedTarget:
         """The target's own logits [..., V] of states [..., H]."""
         with torch.inference_mode():
             return self.target.compute_logits(hidden)
+
+
+def empty_cache(target: HFDSparkTargetModel) -> dict[str, Any]:
+    """A cache without tokens, by the name of the target's argument that takes it."""
+    backbone = inspect.signature(target.decoder.forward).parameters
+    name = "cache" if "cache" in backbone else "past_key_values"
+    return {name: DynamicCache(config=target.model.config.get_text_config())}
 
 
 def can_crop(config: PretrainedConfig) -> bool:

@@ -5,6 +5,7 @@ that the predicted survival, the product of sigmoid(z_j / T_j) up to k, has the 
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +86,20 @@ def calibrate(fit: Rounds, test: Rounds, dataset: str) -> dict[str, Any]:
     }
 
 
-def read_temperatures(path: Path, size: int) -> list[float]:
-    """Read the temperatures [K] of a file that `dspark calibrate` or a serving engine's tools wrote.
+def read_temperatures(path: Path) -> list[float]:
+    """Read the temperatures of a file that `dspark calibrate` wrote, or another tool in its format.
 
     Raises:
-        ValueError: it cannot be read, or holds no K positive temperatures.
+        ValueError: it cannot be read, or holds none that are positive.
     """
     try:
-        temperatures = json.loads(path.read_text(encoding="utf-8"))["temperatures"]
-        values = [float(each) for each in temperatures]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"cannot read temperatures from {str(path)!r}: {type(error).__name__}: {error}") from error
-    if len(values) != size or not all(0 < each < float("inf") for each in values):
-        raise ValueError(f"{str(path)!r} holds the temperatures {values}, expected {size} positive numbers")
-    return values
+        values = json.loads(path.read_text(encoding="utf-8"))["temperatures"]
+        temperatures = [float(value) for value in values]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{str(path)!r} holds no temperatures as dspark calibrate writes them: {error}") from error
+    if not all(0 < value < math.inf for value in temperatures):
+        raise ValueError(f"the temperatures of {str(path)!r} must all be positive, got {temperatures}")
+    return temperatures
 
 
 def _outcomes(rounds: Rounds, temperatures: Floats | None) -> list[tuple[Floats, Flags]]:

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from dspark_lightning.decoding.records import block_size, read_records
 from dspark_lightning.evaluation.calibration import calibrate as fit_and_measure
 from dspark_lightning.evaluation.rounds import gather_rounds
 from dspark_lightning.replace import write_text
+from dspark_lightning.tools.command import command_line
 
 
 def calibrate(records: Path, output: Path | None = None, holdout: float = 0.5, seed: int = 0) -> None:
@@ -44,7 +44,7 @@ def calibrate(records: Path, output: Path | None = None, holdout: float = 0.5, s
     names = ", ".join(dict.fromkeys(each.dataset for each in answers))
     result = fit_and_measure(rounds.select(~test), rounds.select(test), names)
     path = output or records.parent / "calibration.json"
-    write_text(path, json.dumps(result | {"command": shlex.join(["dspark", *sys.argv[1:]])}, indent=2) + "\n")
+    write_text(path, json.dumps(result | {"command": command_line()}, indent=2) + "\n")
     table = Table("position", "temperature", "ECE before", "ECE after", title="Predicted survival, on other answers")
     for k, temperature in enumerate(result["temperatures"], 1):
         errors = (result[name][k - 1] for name in ("ece_before_by_position", "ece_after_by_position"))

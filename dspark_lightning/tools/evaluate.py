@@ -3,7 +3,6 @@
 import json
 import platform
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +27,7 @@ from dspark_lightning.evaluation.tables import print_evaluation
 from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
 from dspark_lightning.replace import write_text
+from dspark_lightning.tools.command import command_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -104,7 +104,7 @@ def evaluate(
     if fabric.is_global_zero:
         results = evaluation_results(records, loaded.block_size, confidence_threshold)
         about = {
-            "command": shlex.join(["dspark", *sys.argv[1:]]),
+            "command": command_line(),
             "draft": str(draft),
             "target": target,
             "block_size": loaded.block_size,

@@ -1,0 +1,87 @@
+"""What decoded rounds tell a simulation of serving, as arrays.
+
+Shapes: N rounds of all answers, K block size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark_lightning.decoding.records import AnswerRecord, block_size
+from dspark_lightning.decoding.row import Round
+from dspark_lightning.decoding.sps import Floats, Ints
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Rounds that were decoded with whole blocks."""
+
+    proposed: Ints  # [N]
+    accepted: Ints  # [N]
+    gained: Ints  # [N], tokens of the answer: those accepted and the one behind them, unless a stop token was accepted
+    confidence: Floats | None  # [N, K], calibrated; NaN where nothing was proposed; None without a confidence head
+    answers: list[Ints]  # the numbers of each answer's rounds
+    block_size: int  # K
+
+
+def build_traces(records: Sequence[AnswerRecord], temperatures: Sequence[float] | None = None) -> Traces:
+    """Collect the rounds of decoded answers.
+
+    Args:
+        records: decoded with whole blocks.
+        temperatures: K, by which the confidence logits are divided; None leaves these as they are.
+
+    Raises:
+        ValueError: nothing was drafted, blocks were cut by a threshold, or numbers do not belong together.
+    """
+    size = block_size(records)
+    answers = [record for record in records if record.accepted]  # one token alone takes no round
+    if not answers or not size:
+        raise ValueError("the decode records hold no drafted token: decode answers of several tokens with a draft")
+    rounds = [each for record in answers for each in record.rounds]
+    proposed = np.array([each.proposed for each in rounds])
+    accepted = np.array([each.accepted for each in rounds])
+    gained, ends = accepted + 1, np.cumsum([len(record.accepted) for record in answers])
+    gained[ends - 1] -= [_cut_by_stop(record, size) for record in answers]
+    return Traces(
+        proposed=proposed,
+        accepted=accepted,
+        gained=gained,
+        confidence=_confidence(rounds, size, temperatures),
+        answers=np.split(np.arange(len(rounds)), ends[:-1]),
+        block_size=size,
+    )
+
+
+def _cut_by_stop(record: AnswerRecord, size: int) -> int:
+    """1 if a drafted stop token ended the answer, so that no token came behind it, else 0.
+
+    Blocks are shorter only where the answer may have no more tokens: to this place reach all of them, and no others go
+    further. Those that a confidence threshold cut do not.
+    """
+    where = f"the decode record of conversation {record.conversation}, turn {record.turn} of {record.dataset!r}"
+    *starts, end = np.cumsum([1, *(count + 1 for count in record.accepted)])  # the first token comes with the prompt
+    reach = np.array(starts) + record.proposed
+    if (reach[np.array(record.proposed) < size] < reach.max()).any():
+        raise ValueError(f"{where} has blocks that were cut: decode with whole blocks, without a confidence threshold")
+    cut = int(end) - record.new_tokens
+    if cut not in (0, 1):
+        raise ValueError(f"{where} has {record.new_tokens} new tokens, but its rounds gave {end}")
+    return cut
+
+
+def _confidence(rounds: Sequence[Round], size: int, temperatures: Sequence[float] | None) -> Floats | None:
+    """Calibrated confidences [N, K], NaN behind what was proposed."""
+    logits = [each.confidence for each in rounds if each.confidence is not None]
+    if len(logits) < len(rounds):
+        return None
+    if lengths := {len(row) for row in logits} - {size}:
+        raise ValueError(f"the decode records have confidences of {min(lengths)} and of {size} tokens: use one draft's")
+    if temperatures is not None and len(temperatures) != size:
+        raise ValueError(
+            f"{len(temperatures)} temperatures do not fit blocks of {size} tokens: take those of this draft"
+        )
+    scaled = np.array(logits) / (1.0 if temperatures is None else np.array(temperatures))
+    values = np.exp(-np.logaddexp(0.0, -scaled))  # the sigmoid, for large logits too
+    return np.where(np.arange(size) < np.array([each.proposed for each in rounds])[:, None], values, np.nan)

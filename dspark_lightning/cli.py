@@ -97,6 +97,8 @@ def summary(trainer: Trainer, log_dir: str | None) -> str:
             f"Held-out rows: {values['tau']:.2f} tokens per target pass (tau), at most {len(rates) + 1}",
             "Acceptance by position in the block: " + " ".join(f"{rate:.2f}" for rate in rates),
         ]
+    if "tau_decode" in values:
+        lines.append(f"Decoding: {values['tau_decode']:.2f} tokens per target pass (tau_decode)")
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         lines.append(f"Curves: tensorboard --logdir {log_dir}")
     return "\n".join(lines)

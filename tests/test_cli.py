@@ -69,6 +69,9 @@ def test_fit_then_validate_then_export(in_tmp: Path, capsys: pytest.CaptureFixtu
     table = capsys.readouterr().out
     logged = fit_values(run)
     assert len(logged) > 12 and all(name in table and str(value) in table for name, value in logged.items())
+    main([*command("test"), f"--ckpt_path={last}"])
+    table = capsys.readouterr().out
+    assert "test/tau_decode" in table and "test/acceptance_decode@1" in table
     main(["export", f"--ckpt_path={last}", "--output=exported-dspark"])
     exported, final = load_pretrained_draft("exported-dspark"), load_pretrained_draft(run / "dspark-draft")
     torch.testing.assert_close(exported.state_dict(), final.state_dict(), atol=0, rtol=0)

@@ -20,13 +20,13 @@ from dspark_lightning.datamodules.prompts import Conversation, load_conversation
 from dspark_lightning.datamodules.tokenizer import load_tokenizer
 from dspark_lightning.decoding.records import AnswerRecord, write_records
 from dspark_lightning.evaluation.evaluate import evaluation_results, play_all, scalars
-from dspark_lightning.evaluation.figures import evaluation_figures
+from dspark_lightning.evaluation.figures import evaluation_figure
 from dspark_lightning.evaluation.pair import pair_up
 from dspark_lightning.evaluation.play import DecodeSettings, Player
 from dspark_lightning.evaluation.tables import print_evaluation
 from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
-from dspark_lightning.replace import write_text
+from dspark_lightning.replace import write_finished, write_text
 from dspark_lightning.tools.command import command_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,7 +55,7 @@ def evaluate(
 ) -> None:
     """Decode conversations with a draft and its target: acceptance, speed, and whether confidences can be believed.
 
-    Writes records.jsonl (every round), evaluation.json, figures and TensorBoard events.
+    Writes records.jsonl (every round), evaluation.json, evaluation.png and TensorBoard events.
 
     Args:
         draft: folder of an exported draft.
@@ -122,12 +122,12 @@ def _write(folder: Path, records: Sequence[AnswerRecord], results: dict[str, Any
         for name, summary in ({"all": results["overall"]} | results["datasets"]).items():
             for tag, value in scalars(summary).items():
                 writer.add_scalar(f"{name}/{tag}", value)
-        for name, figure in evaluation_figures(results).items():
-            figure.savefig(folder / f"{name}.png", dpi=150)
-            writer.add_figure(name, figure)
+        figure = evaluation_figure(results)
+        write_finished(folder / "evaluation.png", lambda path: figure.savefig(path, format="png", dpi=150))
+        writer.add_figure("evaluation", figure)
     print_evaluation(results)
     records_path = folder / "records.jsonl"
-    print(f"Written to {folder}: evaluation.json, records.jsonl, figures, TensorBoard events")
+    print(f"Written to {folder}: evaluation.json, evaluation.png, records.jsonl, TensorBoard events")
     if results["overall"]["confidence"] is not None:
         print(f"Next: {shlex.join(['dspark', 'calibrate', '--records', str(records_path)])}")
 

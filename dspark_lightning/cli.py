@@ -27,6 +27,7 @@ from dspark_lightning.export import (
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.tools.calibrate import calibrate
 from dspark_lightning.tools.evaluate import evaluate
+from dspark_lightning.tools.report import report
 from dspark_lightning.tools.schedule import schedule
 
 
@@ -122,6 +123,7 @@ TOOLS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate,
     "calibrate": calibrate,
     "schedule": schedule,
+    "report": report,
 }
 
 
@@ -139,7 +141,7 @@ def main(args: ArgsType = None) -> None:
     argv = sys.argv[1:] if args is None else args
     try:
         if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
-            jsonargparse.auto_cli(TOOLS[argv[0]], args=list(argv[1:]), prog=f"dspark {argv[0]}", as_positional=False)
+            run_tool(argv[0], list(argv[1:]))
         else:
             run_lightning(args)
     except (ValueError, RuntimeError, MisconfigurationException) as error:
@@ -148,6 +150,17 @@ def main(args: ArgsType = None) -> None:
             raise
         print(f"dspark: error: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def run_tool(name: str, args: list[str]) -> None:
+    """Run one of `TOOLS`; what it requires is given by name, or by place where `args` starts with a value.
+
+    Args:
+        name: of the tool.
+        args: the rest of the command line.
+    """
+    by_place = bool(args) and not args[0].startswith("-")
+    jsonargparse.auto_cli(TOOLS[name], args=args, prog=f"dspark {name}", as_positional=by_place)
 
 
 def _message_for_the_user(error: BaseException | None) -> str | None:

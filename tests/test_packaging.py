@@ -59,7 +59,7 @@ def wheel_names(built: Path) -> set[str]:
 
 
 def test_wheel_holds_every_package_file(wheel_names: set[str]) -> None:
-    expected = {installed_name(path) for path in source_files(".py", ".yaml", ".typed", folders=())}
+    expected = {installed_name(path) for path in source_files(".py", ".yaml", ".typed", ".css", ".jinja", folders=())}
     expected |= {installed_name(path) for path in (ROOT / "dspark_lightning" / "assets").rglob("*") if path.is_file()}
     assert expected - wheel_names == set()
     assert {"dspark_lightning/callbacks/__init__.py", "dspark_lightning/py.typed"} <= expected

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import PretrainedConfig, PreTrainedModel
 
+from dspark_lightning.decoding.projection import project
 from dspark_lightning.offload import input_device, onloaded, with_weights
 from dspark_lightning.precision import without_autocast
 
@@ -186,6 +187,7 @@ class HFDSparkTargetModel:
         elif multimodal and attention_mask is not None and is_right_padded(attention_mask):
             attention_mask = None
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions, **multimodal}
+        self.model.eval()
         features = self._run(inputs, with_media=bool(multimodal))
         device, last = input_ids.device, features[self.num_layers - 1]
         # Outside inference mode again: the concatenation and the copy are ordinary tensors that autograd may save.
@@ -202,6 +204,8 @@ class HFDSparkTargetModel:
     def decode(self, input_ids: Tensor, cache: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Run tokens [B, n] behind those that a cache holds.
 
+        The target has to be in eval mode: walking its modules each time would cost as much as a layer.
+
         Args:
             input_ids: token ids.
             cache: the cache by the name of the argument that takes it; the tokens are added to it.
@@ -215,7 +219,7 @@ class HFDSparkTargetModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The target's logits [..., V] of states [..., H] after the final norm."""
-        logits: Tensor = self.lm_head(hidden)
+        logits = project(self.lm_head, hidden)
         cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -228,7 +232,6 @@ class HFDSparkTargetModel:
         features: dict[int, Tensor] = {}
         sources = {i: self._module_of(i) for i in (*self.target_layer_ids, self.num_layers - 1)}
         handles = [source.register_forward_hook(_keep_output(features, i)) for i, source in sources.items()]
-        self.model.eval()
         # A half-precision target runs as it is served. Autocast would round its fp32 parts: routers, indexers, streams.
         as_served = self.model.dtype in (torch.bfloat16, torch.float16)
         # FSDP counts versions of what it gathers, which tensors made in inference mode do not have.

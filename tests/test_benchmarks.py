@@ -29,6 +29,17 @@ def test_the_attention_is_compared_with_the_dense_mask() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_round_is_compared_with_a_plain_step(tmp_path: Path) -> None:
+    options = ("--contexts", "9", "--heads", "vanilla", "none", "--repeats", "1", "--threads", "1")
+    done = run("benchmarks.decode", *options, "--json", str(tmp_path / "decode.json"))
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "decode.json").read_text())["results"]
+    assert [result["head"] for result in results] == ["vanilla", "none"]
+    assert all(seconds > 0 for result in results for runs in result["seconds"].values() for seconds in runs)
+    with_head, without = (result["bytes"]["round"] for result in results)
+    assert with_head - without == 7 * 4 * 256 * 1024  # W2 once for each Markov step
+
+
 @pytest.mark.parametrize(
     ("planted", "message"),
     [

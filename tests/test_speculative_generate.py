@@ -236,7 +236,7 @@ def draw_blocks(verify: Any, draws: int) -> tuple[dict[tuple[int, ...], int], di
     return counts, expected
 
 
-def without_residual(tokens: Tensor, p: Tensor, q: Tensor, generator: torch.Generator) -> tuple[int, Tensor]:
+def without_residual(tokens: Tensor, p: Tensor, q: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """The mistake to be found: behind a rejection, drawing from the target itself."""
     accepted, _ = verify_draft(tokens, p, q, generator)
     return accepted, torch.multinomial(q[accepted], 1, generator=generator)

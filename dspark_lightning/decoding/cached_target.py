@@ -8,9 +8,11 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
 
+from dspark_lightning.decoding.growing import GrowingLayer
 from dspark_lightning.target import HFDSparkTargetModel
 
 # Layers whose cache can be cut at its end. Others hold states that already mix in what is to be forgotten.
@@ -35,9 +37,13 @@ class CachedTarget:
 
     def __init__(self, target: HFDSparkTargetModel) -> None:
         self.target = target
-        ((self._cache_name, self._cache),) = empty_cache(target).items()
+        target.model.eval()
+        self._cache_name, self._cache = cache_argument(target.decoder), empty_cache(target)
         crops = can_crop(target.model.config.get_text_config())
         self._crops = crops and hasattr(self._cache, "activate_past_recording")
+        if self._crops:
+            layers = self._cache.layers
+            self._cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in layers]
         self._before: Any = None
         self._fed: Tensor | None = None
 
@@ -76,11 +82,14 @@ class CachedTarget:
             return self.target.compute_logits(hidden)
 
 
-def empty_cache(target: HFDSparkTargetModel) -> dict[str, Any]:
-    """A cache without tokens, by the name of the target's argument that takes it."""
-    backbone = inspect.signature(target.decoder.forward).parameters
-    name = "cache" if "cache" in backbone else "past_key_values"
-    return {name: DynamicCache(config=target.model.config.get_text_config())}
+def empty_cache(target: HFDSparkTargetModel) -> Any:
+    """A cache without tokens, of the kinds of layers that the target has."""
+    return DynamicCache(config=target.model.config.get_text_config())
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The argument that takes the cache, which versions of transformers name differently."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def can_crop(config: PretrainedConfig) -> bool:

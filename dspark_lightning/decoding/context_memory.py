@@ -1,6 +1,6 @@
 """What a draft remembers of the context while it decodes: the keys and values of each of its layers.
 
-Shapes: K block size, C context length, n new context tokens, D head dim.
+Shapes: K block size, n new context tokens, D head dim.
 """
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspark_lightning.attention import attend_with_sinks
+from dspark_lightning.decoding.growing import GrowingStates
 
 
 class ContextMemory:
@@ -18,12 +19,12 @@ class ContextMemory:
     """
 
     def __init__(self) -> None:
-        self._layers: list[tuple[Tensor, Tensor]] = []
-        self._next = 0
+        self._layers: list[tuple[GrowingStates, GrowingStates]] = []
+        self._next = self._start = self._end = 0  # layer, and the length of the context before and with this block
 
     def next_block(self) -> None:
         """The next call comes from the first layer again."""
-        self._next = 0
+        self._next, self._start = 0, self._end
 
     def __call__(
         self,
@@ -39,13 +40,14 @@ class ContextMemory:
     ) -> Tensor:
         """Returns [1, heads, K, Dv]; see `BlockAttention`."""
         del dropout  # nothing is trained here
-        if self._next < len(self._layers):
-            before_key, before_value = self._layers[self._next]
-            context_key = torch.cat([before_key, context_key], dim=2)
-            context_value = torch.cat([before_value, context_value], dim=2)
-        self._layers[self._next : self._next + 1] = [(context_key, context_value)]
-        self._next += 1
-        keys, values = torch.cat([context_key, key], dim=2), torch.cat([context_value, value], dim=2)
+        if self._next == len(self._layers):
+            self._layers.append((GrowingStates(context_key), GrowingStates(context_value)))
+        all_keys, all_values = self._layers[self._next]
+        self._next, self._end = self._next + 1, self._start + context_key.shape[2]
+        all_keys.put(self._start, context_key)
+        all_values.put(self._start, context_value)
+        # The block stands behind the context until the next context overwrites it.
+        keys, values = all_keys.put(self._end, key), all_values.put(self._end, value)
         if sinks is not None:
             visible = torch.ones(1, 1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
             return attend_with_sinks(query, keys, values, visible, sinks, scale, dropout=0.0)

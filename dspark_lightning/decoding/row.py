@@ -12,7 +12,7 @@ from dspark_lightning.decoding.cached_target import CachedTarget
 from dspark_lightning.decoding.context_memory import ContextMemory
 from dspark_lightning.decoding.draft_block import draft_block
 from dspark_lightning.decoding.sampling import logits_to_probs, sample_tokens
-from dspark_lightning.decoding.verify import verify_draft
+from dspark_lightning.decoding.verify import verify_draft, verify_greedily
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -30,8 +30,8 @@ class Proposal(NamedTuple):
     """What the draft puts before the target."""
 
     tokens: Tensor  # int64 [n]
-    probs: Tensor  # [n, V], what they were drawn from
-    confidence: list[float] | None  # of all K
+    probs: Tensor | None  # [n, V], what they were drawn from; None at temperature 0
+    confidence: Tensor | None  # [K], of all
 
 
 class DecodedRow:
@@ -46,6 +46,7 @@ class DecodedRow:
         generator: source of randomness.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         target: HFDSparkTargetModel,
@@ -66,14 +67,20 @@ class DecodedRow:
     def run(self, max_new_tokens: int, stops: set[int]) -> None:
         """Go on until a stop token, or until there are `max_new_tokens`."""
         while len(self.tokens) < max_new_tokens and self.tokens[-1] not in stops:
-            proposal = self._propose(max_new_tokens - len(self.tokens) - 1)
-            gained = self._verify(proposal)
-            end = next((i + 1 for i, token in enumerate(gained) if token in stops), len(gained))
-            self.tokens += gained[:end]
-            # What follows a stop token is no part of the answer, accepted or not.
-            proposed, accepted = len(proposal.tokens), len(gained) - 1
-            judged = end if end <= accepted else proposed
-            self.rounds.append(Round(proposed, judged, min(accepted, end), proposal.confidence))
+            self.advance(max_new_tokens - len(self.tokens), stops)
+
+    @torch.no_grad()
+    def advance(self, most: int, stops: set[int]) -> None:
+        """Decode one round, which adds `most` tokens at most."""
+        proposal = self._propose(most - 1)
+        gained = self._verify(proposal)
+        end = next((i + 1 for i, token in enumerate(gained) if token in stops), len(gained))
+        self.tokens += gained[:end]
+        # What follows a stop token is no part of the answer, accepted or not.
+        proposed, accepted = len(proposal.tokens), len(gained) - 1
+        judged = end if end <= accepted else proposed
+        confidence = None if proposal.confidence is None else proposal.confidence.tolist()
+        self.rounds.append(Round(proposed, judged, min(accepted, end), confidence))
 
     def _propose(self, most: int) -> Proposal:
         """Draft a block, and cut it where it may grow too long or where the draft is unsure."""
@@ -82,21 +89,28 @@ class DecodedRow:
         logits = self.draft.compute_logits(hidden)
         tokens, logits = self.draft.sample_draft_tokens(logits, self.anchor, self.temperature, hidden, self.generator)
         previous = torch.cat([self.anchor.unsqueeze(0), tokens[:, :-1]], dim=1)
-        confidence = self.draft.predict_confidence_step(hidden, previous)
+        predicted = self.draft.predict_confidence_step(hidden, previous)
+        confidence = None if predicted is None else predicted[0]
         count = min(tokens.shape[1], most)
         if self.threshold > 0 and confidence is not None:
-            sure = torch.sigmoid(confidence[0]) >= self.threshold
+            sure = torch.sigmoid(confidence) >= self.threshold
             count = min(count, int(sure.long().cumprod(0).sum()))
-        known = None if confidence is None else confidence[0].tolist()
-        return Proposal(tokens[0, :count], logits_to_probs(logits[0, :count], self.temperature), known)
+        probs = logits_to_probs(logits[0, :count], self.temperature) if self.temperature else None
+        return Proposal(tokens[0, :count], probs, confidence)
 
     def _verify(self, proposal: Proposal) -> list[int]:
         """Let the target judge the block, and return the tokens gained: those accepted, and one behind them."""
         self.features, hidden = self.target.feed_on_trial(torch.cat([self.anchor, proposal.tokens]))
-        target_probs = logits_to_probs(self.target.logits(hidden[0]), self.temperature)
-        count, following = verify_draft(proposal.tokens, proposal.probs, target_probs, self.generator)
+        logits = self.target.logits(hidden[0])
+        if proposal.probs is None:
+            accepted, following = verify_greedily(proposal.tokens, logits)
+        else:
+            target_probs = logits_to_probs(logits, self.temperature)
+            accepted, following = verify_draft(proposal.tokens, proposal.probs, target_probs, self.generator)
+        # All that the loop has to know of a round comes from the device at once.
+        count, *tokens, last = torch.cat([accepted.unsqueeze(0), proposal.tokens, following]).tolist()
         self.target.keep(1 + count)
         self.features = self.features[:, : 1 + count]
         self.position += 1 + count
         self.anchor = following
-        return [*proposal.tokens[:count].tolist(), int(following)]
+        return [*tokens[:count], last]

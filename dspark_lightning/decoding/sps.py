@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from dspark_lightning.decoding.cached_target import empty_cache
+from dspark_lightning.decoding.cached_target import cache_argument, empty_cache
 from dspark_lightning.replace import write_text
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -144,7 +144,7 @@ def _median_seconds(model: HFDSparkTargetModel, rows: int, each: int, context: i
     count = context + each * (_WARM_UP + _TIMED)
     tokens = torch.randint(vocabulary, (rows, count), generator=torch.Generator().manual_seed(0)).to(device)
     prompt, blocks = tokens[:, :context], tokens[:, context:].split(each, dim=1)
-    cache, seconds = empty_cache(model), []
+    cache, seconds = {cache_argument(model.decoder): empty_cache(model)}, []
     try:
         for piece in prompt.split(max(1, _PREFILL_TOKENS // rows), dim=1):
             model.decode(piece, cache)

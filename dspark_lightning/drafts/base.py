@@ -23,6 +23,7 @@ from dspark_lightning.anchors import (
 )
 from dspark_lightning.attention import AttentionKind, BlockAttention, block_visibility, build_attention
 from dspark_lightning.blocks import list_blocks
+from dspark_lightning.decoding.projection import project
 from dspark_lightning.decoding.sampling import sample_tokens
 from dspark_lightning.drafts.rotation import Rope
 from dspark_lightning.heads import AcceptRatePredictor, build_markov_head
@@ -267,7 +268,7 @@ class DSparkDraft(PreTrainedModel):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Project states [..., H] to logits [..., V], without the Markov bias."""
-        logits: Tensor = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        logits = project(self.lm_head, hidden.to(self.lm_head.weight.dtype))
         if self.logit_softcap is not None:
             logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
         return logits
@@ -314,13 +315,14 @@ class DSparkDraft(PreTrainedModel):
         Returns:
             tokens [B, K] and the corrected logits [B, K, V] they were drawn from.
         """
-        prev, state = first_prev_token_ids, None
-        tokens, corrected = [], []
+        markov = self.markov_head
+        if markov is None:  # no slot depends on another
+            drawn = sample_tokens(base_logits.flatten(0, 1), temperature, generator)
+            return drawn.unflatten(0, base_logits.shape[:2]), base_logits
+        prev, state, tokens, corrected = first_prev_token_ids, None, [], []
         for slot in range(base_logits.shape[1]):
-            logits = base_logits[:, slot]
-            if self.markov_head is not None:
-                latent, state = self.markov_head.step(prev, self._head_states(hidden_states, prev, slot), state)
-                logits = logits + self.markov_head.markov_w2(latent)
+            latent, state = markov.step(prev, self._head_states(hidden_states, prev, slot), state)
+            logits = base_logits[:, slot] + project(markov.markov_w2, latent)
             prev = sample_tokens(logits, temperature, generator)
             tokens.append(prev)
             corrected.append(logits)

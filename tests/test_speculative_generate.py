@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+import dspark_lightning.decoding.row
 from dspark_lightning import speculative_generate
 from dspark_lightning.decoding.context_memory import ContextMemory
 from dspark_lightning.decoding.draft_block import draft_block
+from dspark_lightning.decoding.sample_block import SampledBlock
 from dspark_lightning.decoding.sampling import logits_to_probs
 from dspark_lightning.decoding.verify import verify_draft
 from dspark_lightning.drafts.base import DSparkDraft
@@ -62,20 +64,20 @@ class Oracle:
         return tokens, 100.0 * torch.nn.functional.one_hot(tokens, self.vocabulary)
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch, draft: DSparkDraft, oracle: Oracle, start: int
-) -> list[tuple[int, Tensor]]:
+def install(monkeypatch: pytest.MonkeyPatch, oracle: Oracle, start: int) -> list[tuple[int, Tensor]]:
     """Have the draft propose what the oracle says; lists position and block states [1, K, H] of the anchors."""
     blocks: list[tuple[int, Tensor]] = []
     next_anchor = [start]
 
-    def sample(logits: Tensor, anchor: Tensor, temperature: float, hidden: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    def sample(
+        markov: Any, logits: Tensor, anchor: Tensor, temperature: float, hidden: Tensor, *_: Any
+    ) -> SampledBlock:
         position = next_anchor[0]
         blocks.append((position, hidden))
         next_anchor[0] += 1 + oracle.right[oracle.rounds % len(oracle.right)]
-        return oracle.at(position)
+        return SampledBlock(*oracle.at(position), None)
 
-    monkeypatch.setattr(draft, "sample_draft_tokens", sample)
+    monkeypatch.setattr(dspark_lightning.decoding.row, "sample_block", sample)
     return blocks
 
 
@@ -95,7 +97,7 @@ def test_every_number_of_accepted_tokens(family: str, monkeypatch: pytest.Monkey
     shake(draft)
     prompt, right = prompts(3)[2], [2, 4, 0, 3, 1]
     expected = greedy(target.model, prompt, new=41)
-    blocks = install(monkeypatch, draft, Oracle(draft, expected[0], right), start=prompt.shape[1])
+    blocks = install(monkeypatch, Oracle(draft, expected[0], right), start=prompt.shape[1])
     ours = speculative_generate(target.model, draft, prompt, max_new_tokens=41, stop_token_ids=[])
     assert torch.equal(ours.sequences, expected)
     accepted = ours.accepted_lengths[0]
@@ -160,7 +162,7 @@ def test_a_stop_token_ends_a_row_wherever_it_comes(place: int, monkeypatch: pyte
     free = greedy(target.model, prompt)[0, prompt.shape[1] :]
     stop = int(free[place])
     first = free.tolist().index(stop)
-    install(monkeypatch, draft, Oracle(draft, torch.cat([prompt[0], free]), [4, 1]), start=prompt.shape[1])
+    install(monkeypatch, Oracle(draft, torch.cat([prompt[0], free]), [4, 1]), start=prompt.shape[1])
     ours = speculative_generate(target.model, draft, prompt, max_new_tokens=NEW, stop_token_ids=[stop])
     assert ours.sequences[0, prompt.shape[1] :].tolist() == free[: first + 1].tolist()
 

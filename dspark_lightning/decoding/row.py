@@ -11,6 +11,7 @@ from torch import Tensor
 from dspark_lightning.decoding.cached_target import CachedTarget
 from dspark_lightning.decoding.context_memory import ContextMemory
 from dspark_lightning.decoding.draft_block import draft_block
+from dspark_lightning.decoding.sample_block import sample_block
 from dspark_lightning.decoding.sampling import logits_to_probs, sample_tokens
 from dspark_lightning.decoding.verify import verify_draft, verify_greedily
 from dspark_lightning.drafts.base import DSparkDraft
@@ -87,7 +88,8 @@ class DecodedRow:
         self.memory.next_block()
         hidden = draft_block(self.draft, self.anchor, self.position, self.features, self.memory)
         logits = self.draft.compute_logits(hidden)
-        tokens, logits = self.draft.sample_draft_tokens(logits, self.anchor, self.temperature, hidden, self.generator)
+        block = sample_block(self.draft.markov_head, logits, self.anchor, self.temperature, hidden, self.generator)
+        tokens = block.tokens
         previous = torch.cat([self.anchor.unsqueeze(0), tokens[:, :-1]], dim=1)
         predicted = self.draft.predict_confidence_step(hidden, previous)
         confidence = None if predicted is None else predicted[0]
@@ -95,8 +97,7 @@ class DecodedRow:
         if self.threshold > 0 and confidence is not None:
             sure = torch.sigmoid(confidence) >= self.threshold
             count = min(count, int(sure.long().cumprod(0).sum()))
-        probs = logits_to_probs(logits[0, :count], self.temperature) if self.temperature else None
-        return Proposal(tokens[0, :count], probs, confidence)
+        return Proposal(tokens[0, :count], None if block.probs is None else block.probs[0, :count], confidence)
 
     def _verify(self, proposal: Proposal) -> list[int]:
         """Let the target judge the block, and return the tokens gained: those accepted, and one behind them."""

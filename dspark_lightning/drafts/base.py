@@ -24,7 +24,7 @@ from dspark_lightning.anchors import (
 from dspark_lightning.attention import AttentionKind, BlockAttention, block_visibility, build_attention
 from dspark_lightning.blocks import list_blocks
 from dspark_lightning.decoding.projection import project
-from dspark_lightning.decoding.sampling import sample_tokens
+from dspark_lightning.decoding.sample_block import sample_block
 from dspark_lightning.drafts.rotation import Rope
 from dspark_lightning.heads import AcceptRatePredictor, build_markov_head
 from dspark_lightning.host import unboxed
@@ -294,7 +294,6 @@ class DSparkDraft(PreTrainedModel):
         confidence = self.confidence_head(torch.cat([hidden.float(), prev.float()], dim=-1))
         return confidence
 
-    @torch.no_grad()
     def sample_draft_tokens(
         self,
         base_logits: Tensor,  # [B, K, V]
@@ -315,20 +314,9 @@ class DSparkDraft(PreTrainedModel):
         Returns:
             tokens [B, K] and the corrected logits [B, K, V] they were drawn from.
         """
-        markov = self.markov_head
-        if markov is None:  # no slot depends on another
-            drawn = sample_tokens(base_logits.flatten(0, 1), temperature, generator)
-            return drawn.unflatten(0, base_logits.shape[:2]), base_logits
-        prev, state, tokens, corrected = first_prev_token_ids, None, [], []
-        for slot in range(base_logits.shape[1]):
-            latent, state = markov.step(prev, self._head_states(hidden_states, prev, slot), state)
-            logits = base_logits[:, slot] + project(markov.markov_w2, latent)
-            prev = sample_tokens(logits, temperature, generator)
-            tokens.append(prev)
-            corrected.append(logits)
-        return torch.stack(tokens, dim=1), torch.stack(corrected, dim=1)
+        block = sample_block(self.markov_head, base_logits, first_prev_token_ids, temperature, hidden_states, generator)
+        return block.tokens, block.logits
 
-    @torch.no_grad()
     def sample_draft_token_step(
         self,
         base_logits: Tensor,  # [B, V]
@@ -343,14 +331,6 @@ class DSparkDraft(PreTrainedModel):
             base_logits.unsqueeze(1), prev_token_ids, temperature, hidden, generator
         )
         return tokens.squeeze(1), logits.squeeze(1)
-
-    def _head_states(self, hidden_states: Tensor | None, prev: Tensor, slot: int) -> Tensor:
-        if hidden_states is not None:
-            return hidden_states[:, slot]
-        if self.config.markov_head_type != "vanilla":
-            kind = self.config.markov_head_type
-            raise ValueError(f"hidden_states must be given: the {kind} head reads them, got None")
-        return prev
 
     def initialize_embeddings_and_head(self, embed_tokens: nn.Module, lm_head: nn.Module, freeze: bool = True) -> None:
         """Take embedding and head from the target.

@@ -20,6 +20,7 @@ from benchmarks.measure import Run, alternate, peak_memory, ratio
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import block_visibility, build_attention
 from dspark_lightning.blocks import Blocks, list_blocks
+from dspark_lightning.tools.machine import describe_machine
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--json", help="file to write the numbers to")
     args = parser.parse_args()
     device = torch.device(args.device)
-    machine = report.describe_machine(device)
+    machine = describe_machine(device)
     results = [measure(name, device, args.repeats) for name in args.points]
     report.print_table(machine, HEADER, [_row(result) for result in results])
     if args.json:

@@ -18,6 +18,7 @@ from dspark_lightning.drafts.registry import build_draft_model
 from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
 from dspark_lightning.target import HFDSparkTargetModel, build_target_layer_ids
+from dspark_lightning.tools.machine import describe_machine
 
 HEADS: dict[str, dict[str, Any]] = {
     "none": {"markov_rank": 0},
@@ -47,7 +48,7 @@ def main() -> None:
         if not args.draft:
             draft.initialize_embeddings_and_head(target.embed_tokens, target.lm_head)
         results += [{"head": name, **measure(target, draft, context, args.repeats)} for context in args.contexts]
-    machine = {**report.describe_machine(torch.device("cpu")), "dtype": args.dtype}
+    machine = {**describe_machine(torch.device("cpu")), "dtype": args.dtype}
     report.print_table(machine, HEADER, [_row(result) for result in results])
     parts = [_parts_row(result) for result in results]
     report.print_table({"parts of a round in": "ms"}, (*HEADER[:2], *PARTS, "the rest"), parts)

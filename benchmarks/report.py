@@ -1,29 +1,14 @@
 """Results as a table and as JSON."""
 
 import json
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import Spread
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers depend on beside the code."""
-    processor = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor}
-    if device.type == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name(device)
-    return machine
 
 
 def print_table(machine: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -15,6 +15,7 @@ from benchmarks.measure import Run, alternate, peak_memory, ratio
 from benchmarks.passes import Bench, Part, Setup, build_pass, check_equal
 from benchmarks.rows import load_rows
 from benchmarks.sizes import SIZES
+from dspark_lightning.tools.machine import describe_machine
 
 HEADER = (
     "size",
@@ -39,7 +40,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    machine = {**report.describe_machine(device), "dtype": str(dtype).removeprefix("torch.")}
+    machine = {**describe_machine(device), "dtype": str(dtype).removeprefix("torch.")}
     results: list[dict[str, Any]] = []
     for name in args.sizes:
         size = SIZES[name]

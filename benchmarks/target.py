@@ -12,6 +12,7 @@ from benchmarks import report
 from benchmarks.measure import alternate, ratio
 from dspark_lightning.loading import load_target
 from dspark_lightning.target import HFDSparkTargetModel, build_target_layer_ids
+from dspark_lightning.tools.machine import describe_machine
 
 SHAPE = (4, 256)
 """Rows and tokens of the batch."""
@@ -44,7 +45,7 @@ def main() -> None:
         model(input_ids=ids, output_hidden_states=True, use_cache=False)
 
     seconds = alternate({"capture": capture, "whole": whole}, args.repeats)
-    machine = report.describe_machine(ids.device)
+    machine = describe_machine(ids.device)
     name = args.gguf_file or args.target
     times = [report.milliseconds(median(seconds[one])) for one in ("capture", "whole")]
     report.print_table(machine, HEADER, [[name, *times, report.spread(ratio(seconds["capture"], seconds["whole"]))]])

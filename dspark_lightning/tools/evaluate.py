@@ -1,7 +1,6 @@
 """`dspark evaluate`: what a draft is worth when it really decodes."""
 
 import json
-import platform
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
 from dspark_lightning.replace import write_finished, write_text
 from dspark_lightning.tools.command import command_line
+from dspark_lightning.tools.machine import describe_machine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -109,7 +109,11 @@ def evaluate(
             "target": target,
             "block_size": loaded.block_size,
             **asdict(settings),
-            "machine": _machine(fabric.device, weights, fabric.world_size),
+            "machine": {
+                **describe_machine(fabric.device),
+                "dtype": str(weights).removeprefix("torch."),
+                "processes": fabric.world_size,
+            },
         }
         _write(folder, records, about | results)
 
@@ -135,15 +139,3 @@ def _write(folder: Path, records: Sequence[AnswerRecord], results: dict[str, Any
 def _shown(conversations: Sequence[Conversation]) -> Iterator[Conversation]:
     """Go through the conversations under a progress bar."""
     return iter(track(conversations, description="Decoding", console=Console(stderr=True)))
-
-
-def _machine(device: torch.device, dtype: torch.dtype, processes: int) -> dict[str, Any]:
-    """What the times depend on beside the code."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "device": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "processes": processes,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }

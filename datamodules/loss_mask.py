@@ -141,8 +141,7 @@ class ChatRenderer:
             spans = [part for span in spans for part in _answers(text, span)]
         if any(start == 0 for start, _ in spans):
             raise self._unusable("gives a conversation to the assistant from its first character on")
-        if not text.isascii() and re.search("[\ud800-\udfff]", text):
-            raise BadRow("the text holds half of a surrogate pair, which is no character")
+        _check_characters(text)
         return text, spans
 
     def render_prompt(self, messages: list[Message]) -> str:
@@ -160,6 +159,9 @@ class ChatRenderer:
             BadRow: The template refuses them.
         """
         text = self._render(messages, tools, add_generation_prompt=True)
+        if not text:
+            raise BadRow(f"{self.template_name} writes nothing for the conversation")
+        _check_characters(text)
         return [token for token, _ in self.encode_text(text)]
 
     def encode_text(self, text: str) -> list[tuple[int, Span]]:
@@ -280,6 +282,11 @@ def read_template(path: str) -> str:
     if not Path(path).is_file():
         raise ValueError(f"chat_template {path!r}: no such file")
     return Path(path).read_text(encoding="utf-8")
+
+
+def _check_characters(text: str) -> None:
+    if not text.isascii() and re.search("[\ud800-\udfff]", text):
+        raise BadRow("the text holds half of a surrogate pair, which is no character")
 
 
 def _assistant_turns(messages: list[Message]) -> list[int]:

@@ -94,4 +94,6 @@ def _split(chat: Chat) -> tuple[list[Message], list[str], list[Any] | None]:
     for message in said:
         if message["role"] != "user":
             raise BadRow(f"a {message['role']} turn behind the first question cannot be played: only user turns can")
+        if not message["content"].strip():
+            raise BadRow("a user turn is empty")
     return chat.messages[:first], [message["content"] for message in said], chat.tools

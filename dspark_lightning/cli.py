@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -142,6 +143,14 @@ def main(args: ArgsType = None) -> None:
     try:
         if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
             run_tool(argv[0], list(argv[1:]))
+        elif (
+            isinstance(argv, Sequence)
+            and argv
+            and not argv[0].startswith("-")
+            and argv[0] not in DSparkCLI.subcommands()
+        ):
+            known = ", ".join([*DSparkCLI.subcommands(), *TOOLS])
+            raise ValueError(f"there is no command {argv[0]!r}; known are {known}")
         else:
             run_lightning(args)
     except (ValueError, RuntimeError, MisconfigurationException) as error:
@@ -159,6 +168,12 @@ def run_tool(name: str, args: list[str]) -> None:
         name: of the tool.
         args: the rest of the command line.
     """
+    given = Counter(arg.partition("=")[0] for arg in args if arg.startswith("--") and not arg.endswith("+"))
+    for option, times in given.items():
+        if times > 1:  # the last one alone would count
+            raise ValueError(
+                f"{option} is given {times} times; where several values are taken, give {option}+ for more"
+            )
     by_place = bool(args) and not args[0].startswith("-")
     jsonargparse.auto_cli(TOOLS[name], args=args, prog=f"dspark {name}", as_positional=by_place)
 
@@ -175,6 +190,7 @@ def _message_for_the_user(error: BaseException | None) -> str | None:
         module = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
         # Lightning raises plain ones over settings of the trainer.
         ours = isinstance(error, ValueError) and module.startswith(("dspark_lightning", "lightning.pytorch"))
+        ours |= module.startswith("lightning.fabric.accelerators") or module == "lightning.fabric.connector"
         # Lightning's own over a rank that has no batch at all
         ours |= isinstance(error, RuntimeError) and "within local rank has zero length" in str(error)
         if isinstance(error, MisconfigurationException) or ours:

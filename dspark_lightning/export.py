@@ -159,6 +159,9 @@ def load_pretrained_draft(path: str | Path) -> DSparkDraft:
     draft = build_draft_from_config(config)
     state = _read_weights(Path(path))
     _load_strict(draft, state, Path(path))
+    for name, tensor in state.items():
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name!r} of the draft in {str(path)!r} holds NaN or infinite values")
     cast(nn.Module, draft).to(state["fc.weight"].dtype).eval()
     return draft
 
@@ -249,6 +252,13 @@ def build_draft_from_config(config: dict[str, Any]) -> DSparkDraft:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    if not (path / _CONFIG).is_file():
+        hint = ""
+        if path.is_file():
+            hint = " (a checkpoint? write its draft with dspark export)"
+        elif (path / "dspark-draft" / _CONFIG).is_file():
+            hint = f" (there is one in {str(path / 'dspark-draft')!r})"
+        raise ValueError(f"{str(path)!r} is no folder with an exported draft: it has no {_CONFIG}{hint}")
     try:
         config: dict[str, Any] = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,5 +1,6 @@
 """Putting something finished in the place of its predecessor."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -35,12 +36,27 @@ def replace_path(finished: Path, path: Path) -> None:
     _discard_at_once(outdated)
 
 
+def check_folder(path: Path) -> None:
+    """Refuse a folder that could not be written to, before hours of work for it.
+
+    Raises:
+        ValueError: a file is in its place or on the way to it, or the place is read-only.
+    """
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise ValueError(f"cannot write to {str(path)!r}: {str(there)!r} is a file")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"cannot write to {str(path)!r}: {str(there)!r} is read-only")
+
+
 def write_finished(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` write a file, which takes its place at `path` once it is whole.
 
     Raises:
         ValueError: it cannot be written; names it.
     """
+    if path.is_dir():  # it would be replaced, and what is in it lost
+        raise ValueError(f"{str(path)!r} is a folder: give the file to write")
     scratch = scratch_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

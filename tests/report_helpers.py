@@ -47,6 +47,7 @@ EVALUATION: dict[str, Any] = {
     "confidence_threshold": 0.0,
     "seed": 3,
     "machine": {"torch": "2.13.0"},
+    "records_digest": "a1",
     "overall": SUMMARY,
     "datasets": {"gsm8k": SUMMARY | {"tau": 2.61}, "chat": SUMMARY | {"tau": 1.94}},
 }
@@ -61,9 +62,11 @@ CALIBRATION: dict[str, Any] = {
     "ece_after_by_position": [0.018, 0.026],
     "survival_bins_before": [RELIABILITY["bins"], RELIABILITY["bins"]],
     "survival_bins_after": [RELIABILITY["bins"], []],
+    "records_digest": "a1",
 }
 SCHEDULE: dict[str, Any] = {
     "command": "dspark schedule --evaluation e",
+    "records_digest": "a1",
     "curve": {"sample_batch_tokens": [1, 8], "sample_steps_per_sec": [90, 70], "max_batch_tokens": 64},
     "temperatures": None,
     "results": [

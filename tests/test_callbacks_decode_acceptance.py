@@ -112,7 +112,7 @@ def test_two_ranks_log_what_one_does(strategy: str, two_ranks: Path, one_rank: d
     [
         ({"every_n_steps": 0}, "every_n_steps must be 1 or more, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
-        ({"temperature": -1.0}, "temperature must be 0 (greedy) or positive, got -1.0"),
+        ({"temperature": -1.0}, "temperature must be 0 (greedy) or at least 0.001, got -1.0"),
     ],
 )
 def test_wrong_values_are_refused_at_once(options: dict[str, Any], error: str) -> None:

@@ -230,6 +230,12 @@ def test_modules_beside_the_user_are_found(in_tmp: Path, capsys: pytest.CaptureF
     assert "Trained 1 steps" in capsys.readouterr().out
 
 
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    error = failure(["evaluat", "--draft", "x"], capsys)
+    known = "fit, validate, test, export, evaluate, calibrate, schedule, report"
+    assert error == f"there is no command 'evaluat'; known are {known}"
+
+
 def test_a_wrong_trainer_setting_ends_with_one_line(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         main(command("fit", trainer__val_check_interval=100_000))

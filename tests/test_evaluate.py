@@ -24,8 +24,11 @@ from dspark_lightning.decoding.row import DecodedRow
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
 from dspark_lightning.evaluation.evaluate import play_all
+from dspark_lightning.evaluation.pair import pair_up
 from dspark_lightning.evaluation.play import DecodeSettings, Player
 from dspark_lightning.evaluation.summary import summarise
+from dspark_lightning.export import load_pretrained_draft
+from dspark_lightning.loading import load_target
 from dspark_lightning.target import HFDSparkTargetModel
 from evaluation_helpers import embedded_pair, export_untrained
 from family_helpers import ARGS, shake
@@ -98,7 +101,9 @@ def test_an_answer_does_not_depend_on_the_others(play: Callable[..., list[Answer
 def test_nothing_is_compared_unless_asked_for(play: Callable[..., list[AnswerRecord]]) -> None:
     (record,) = play(conversation(QUESTIONS[0]), compare=False)
     assert (record.plain_seconds, record.plain_tokens, record.same_as_plain) == (None, None, None)
-    assert summarise([record], ARGS["block_size"])["speedup"] is None
+    summary = summarise([record], ARGS["block_size"])
+    assert summary["speedup"] is None
+    assert summary["tokens_per_second"] == pytest.approx(record.new_tokens / record.seconds)
 
 
 def test_a_threshold_cuts_blocks(play: Callable[..., list[AnswerRecord]]) -> None:
@@ -186,7 +191,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluate(draft: Path, *options: str) -> None:
-    common = ["--target", "embedded", "--accelerator", "cpu", "--max_new_tokens", "10"]
+    defaults = {"--target": "embedded", "--accelerator": "cpu", "--max_new_tokens": "10"}
+    common = [part for pair in defaults.items() if pair[0] not in options for part in pair]
     main(["evaluate", "--draft", str(draft), *common, *options])
 
 
@@ -252,9 +258,11 @@ def test_two_processes_report_what_one_does(exported: Path, tmp_path: Path) -> N
         (["--data", "gone.jsonl"], "data 'gone.jsonl', split 'train': no such file"),
         (["--data", "embedded", "--limit", "0"], "limit must be 1 or more, got 0"),
         (["--data", "embedded", "--max_new_tokens", "0"], "max_new_tokens must be 1 or more, got 0"),
-        (["--data", "embedded", "--temperature", "-1"], "temperature must be 0 (greedy) or positive, got -1.0"),
+        (["--data", "embedded", "--temperature", "-1"], "temperature must be 0 (greedy) or at least 0.001, got -1.0"),
         (["--data", "embedded", "--confidence_threshold", "2"], "confidence_threshold must lie in 0..1, got 2.0"),
         (["--data", "embedded", "--chat_template", "gone"], "chat_template 'gone': no such file"),
+        (["--data", "embedded", "--devices", "0"], "devices must be 1 or more, got 0"),
+        (["--data", "a.jsonl", "--data", "b.jsonl"], "--data is given 2 times; where several values are taken, give"),
         (["--data", "embedded", "--device_map", "auto", "--devices", "2"], "device_map 'auto' claims all devices"),
         (
             ["--data", "embedded", "--target", "embedded-pictures"],
@@ -273,6 +281,42 @@ def test_wrong_values_end_with_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("draft", "error"),
+    [
+        (".", "'.' is no folder with an exported draft: it has no config.json (there is one in 'dspark-draft')"),
+        (
+            "last.ckpt",
+            "'last.ckpt' is no folder with an exported draft: it has no config.json (a checkpoint? write its",
+        ),
+        ("gone", "'gone' is no folder with an exported draft: it has no config.json"),
+    ],
+)
+def test_what_is_no_draft_is_named(
+    draft: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("last.ckpt").touch()
+    export_untrained(tmp_path)
+    with pytest.raises(SystemExit):
+        evaluate(Path(draft), "--data", "embedded")
+    assert f"dspark: error: {error}" in capsys.readouterr().err
+
+
+def test_another_target_of_the_same_size_is_suspected(exported: Path) -> None:
+    model = load_target("embedded")
+    model.get_input_embeddings().weight.data.mul_(1.5)
+    with pytest.warns(UserWarning, match="embedding and head are not those of this target"):
+        pair_up(model, load_pretrained_draft(exported))
+
+
+def test_the_head_is_shared_with_the_target(exported: Path) -> None:
+    model, draft = load_target("embedded"), load_pretrained_draft(exported)
+    pair_up(model, draft)
+    assert draft.lm_head.weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+    assert draft.fc.weight.dtype == model.dtype == torch.float32 and not draft.training
+
+
 def test_a_threshold_needs_a_confidence_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = export_untrained(tmp_path, confidence_head_alpha=0.0)
     with pytest.raises(SystemExit):
@@ -288,7 +332,10 @@ def test_calibrate_writes_temperatures(exported: Path, tmp_path: Path, capsys: p
     assert len(result["temperatures"]) == 4 and result["dataset"] == "embedded"
     printed = capsys.readouterr().out
     assert f"mean ECE {result['ece_before']:.4f} before, {result['ece_after']:.4f} after" in printed
-    assert f"Next: dspark schedule --records {tmp_path / 'records.jsonl'} --temperatures" in printed
+    if result["ece_after"] < result["ece_before"]:
+        assert f"Next: dspark schedule --records {tmp_path / 'records.jsonl'} --temperatures" in printed
+    else:
+        assert "They do not help on the other conversations" in printed
 
 
 @pytest.mark.parametrize(
@@ -298,8 +345,13 @@ def test_calibrate_writes_temperatures(exported: Path, tmp_path: Path, capsys: p
         ([], [], "holds no decode records"),
         (["{"], [], "rows.jsonl:1 is no decode record"),
         ([{"dataset": "d"}], [], "rows.jsonl:1 is no decode record"),
-        ([asdict(decoded_record(0, [5]))], [], "rows.jsonl:1 is no decode record: a round accepted more tokens"),
+        ([asdict(decoded_record(0, [5]))], [], "a round proposed 4 tokens, of which 4 were judged and 5 accepted"),
         ([asdict(decoded_record(0, [1]))], [], "holds no confidences: the draft has no confidence head"),
+        (
+            [asdict(decoded_record(0, [1, 1])) | {"proposed": [2, 4], "judged": [2, 4]}],
+            [],
+            "blocks that were cut: decode with whole blocks",
+        ),
         ([asdict(decoded_record(0, [1]))], ["--holdout", "1.5"], "holdout must lie between 0 and 1, got 1.5"),
     ],
 )

@@ -40,8 +40,9 @@ def test_counts_and_acceptance() -> None:
     summary = summarise([record()], 3)
     assert summary["tau"] == pytest.approx((4 + 2 + 3) / 3)
     assert summary["accepted_lengths"] == [0, 1, 1, 1]
-    # The third round never came to position 3: it counts neither as reached nor as tried there.
-    assert summary["survival"] == pytest.approx([1, 2 / 3, 1 / 2])
+    assert summary["survival"] == pytest.approx([1, 2 / 3, 1 / 3])
+    assert summary["tau"] == pytest.approx(1 + sum(summary["survival"]))
+    # The third round never came to position 3: it does not count as tried there.
     assert summary["conditional_acceptance"] == pytest.approx([1, 2 / 3, 1])
     assert summary["conditional_counts"] == [3, 3, 1]
     names = ("conversations", "answers", "rounds", "new_tokens", "tokens_drafted", "tokens_verified", "tokens_accepted")
@@ -102,7 +103,7 @@ def test_auc_and_brier_of_coins() -> None:
 def test_interval_of_equal_conversations_is_that_of_a_mean() -> None:
     generator = np.random.default_rng(0)
     values = generator.normal(2, 1, 400)
-    low, high = ratio_interval(values, np.ones(400), np.arange(400)) or (0, 0)
+    low, high = ratio_interval(values, np.ones(400), np.arange(400), most=8) or (0, 0)
     half = 1.96 * values.std(ddof=1) / 20
     assert (low, high) == (pytest.approx(values.mean() - half), pytest.approx(values.mean() + half))
 
@@ -117,6 +118,11 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
         low, high = ratio_interval(generator.random(len(which)) < rates[which], np.ones(len(which)), which) or (0, 0)
         hits += low <= 0.5 <= high
     assert 0.91 < hits / runs < 0.98  # 95 % +- three standard errors, and what 60 conversations cost
+
+
+def test_an_interval_ends_where_the_ratio_must() -> None:
+    values, which = np.array([1.0, 4.0]), np.array([0, 1])
+    assert ratio_interval(values, np.ones(2), which, 1, 4) == [1, 4]
 
 
 def test_one_conversation_has_no_interval() -> None:

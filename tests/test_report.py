@@ -10,10 +10,11 @@ import pytest
 
 from dspark_lightning import cli
 from dspark_lightning.cli import main
-from dspark_lightning.report.data import Curve, read_scalars
+from dspark_lightning.report.data import Curve, read_run, read_scalars
 from dspark_lightning.report.drawing import INK, SERIES, chart_name, picture, position_color
+from dspark_lightning.report.page import render
 from dspark_lightning.report.training_charts import training_charts
-from report_helpers import EVALUATION, SCHEDULE, SUMMARY, make_run, write_events, write_json
+from report_helpers import EVALUATION, FILES, SCHEDULE, SUMMARY, make_run, write_events, write_json
 
 STYLE = Path(__file__).parent.parent / "dspark_lightning/report/page.css"
 
@@ -174,9 +175,12 @@ def test_a_run_that_was_only_trained_says_what_comes_next(tmp_path: Path, capsys
     texts = " ".join(Reader((tmp_path / "pages/a.html").read_text()).texts)
     assert "Tokens per target pass (tau) 1.81 on held-out answers after step 100;" in texts
     assert "Speed-up – dspark evaluate measures it" in texts  # noqa: RUF001
-    assert texts.count("There is no evaluation/evaluation.json yet; dspark evaluate writes it.") == 4
-    assert "There is no evaluation/calibration.json yet; dspark calibrate writes it." in texts
-    assert "There is no evaluation/schedule.json yet; dspark schedule writes it." in texts
+    run = tmp_path / "run"
+    evaluate = f"dspark evaluate --draft {run}/dspark-draft --target TARGET --data FILE"
+    assert texts.count(f"There is no evaluation/evaluation.json yet; {evaluate} writes it.") == 4
+    records = f"--records {run}/evaluation/records.jsonl"
+    assert f"There is no evaluation/calibration.json yet; dspark calibrate {records} writes it." in texts
+    assert f"There is no evaluation/schedule.json yet; dspark schedule {records} --profile TARGET writes it." in texts
     assert "There is no config.yaml in this folder; dspark fit writes it." in texts
     assert "No file in this folder says how it was made; dspark fit saves its config.yaml." in texts
     assert "averaged" not in texts
@@ -199,6 +203,15 @@ def test_an_evaluation_alone_with_all_that_may_be_null(tmp_path: Path) -> None:
         assert lacking in texts
     assert ["one set", "survival", "0.75", "–"] in rows_of(page, "one set")  # noqa: RUF001
     assert rows_of(page, "all data") == []  # would say the same again
+
+
+def test_what_was_made_from_other_records_is_left_out(tmp_path: Path) -> None:
+    """An evaluation was repeated: the calibration and the schedule of the one before do not belong to it."""
+    write_json(tmp_path, FILES | {"evaluation": EVALUATION | {"records_digest": "b2"}})
+    texts = " ".join(Reader(render(read_run(tmp_path))).texts)
+    for name in ("calibration", "schedule"):
+        assert f"evaluation/{name}.json was made from other records than evaluation/evaluation.json" in texts
+    assert "chat rows" not in texts and "1,234.5" not in texts
 
 
 def test_names_of_the_user_stay_text(tmp_path: Path) -> None:

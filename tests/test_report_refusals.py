@@ -121,3 +121,11 @@ def test_a_page_is_replaced_only_when_complete(
     assert (tmp_path / "report.html").read_text() == "the earlier page" and sorted(tmp_path.iterdir()) == before
     main(["report", str(tmp_path)])
     assert (tmp_path / "report.html").read_text().endswith("</html>\n") and sorted(tmp_path.iterdir()) == before
+
+
+def test_the_evaluation_of_a_run_is_not_taken_for_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(tmp_path, FILES)
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "evaluation")])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.endswith(f"is the evaluation of a run: give the run's own folder, {str(tmp_path)!r}")

@@ -113,7 +113,7 @@ def test_wrong_options_end_in_one_line(
     ("content", "error"),
     [
         ({"temperatures": [1.0]}, "1 temperatures do not fit blocks of 2 tokens: take those of this draft"),
-        ({"temperatures": [1.0, 0]}, "must all be positive, got [1.0, 0.0]"),
+        ({"temperatures": [1.0, 0]}, "must all be positive, got [1.0, 0]"),
         ({"temperatures": None}, "holds no temperatures as dspark calibrate writes them: "),
         ([1.0, 1.0], "holds no temperatures as dspark calibrate writes them: "),
     ],
@@ -125,7 +125,7 @@ def test_wrong_temperatures(content: Any, error: str, folder: Path, capsys: pyte
 
 def test_a_folder_that_cannot_be_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = folder / "records.jsonl" / "inside"
-    assert failure(command(folder, output=output), capsys).startswith(f"cannot write '{output / 'schedule.json'}': ")
+    assert failure(command(folder, output=output), capsys).startswith(f"cannot write to '{output}': ")
 
 
 def test_a_crash_leaves_the_last_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,7 +277,7 @@ def test_sampled_sequences_are_distributed_as_the_targets() -> None:
     ("options", "error"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more, got 0"),
-        ({"temperature": -0.5}, "temperature must be 0 (greedy) or positive, got -0.5"),
+        ({"temperature": -0.5}, "temperature must be 0 (greedy) or at least 0.001, got -0.5"),
         ({"confidence_threshold": 1.5}, "confidence_threshold must lie in 0..1, got 1.5"),
         ({"attention_mask": torch.zeros(1, 4)}, "the prompt of row 0 is empty"),
     ],
@@ -286,6 +286,18 @@ def test_wrong_arguments_are_named(options: dict[str, Any], error: str) -> None:
     target, draft = build_pair("qwen3")
     with pytest.raises(ValueError, match=re.escape(error)):
         speculative_generate(target.model, draft, prompts(1)[0], **({"max_new_tokens": 4} | options))
+
+
+def test_arguments_in_the_wrong_place_are_named() -> None:
+    target, draft = build_pair("qwen3")
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((draft, target.model, prompts(1)[0]), "target must be a PreTrainedModel, got a Qwen3DSparkModel"),
+        ((target.model, target.model, prompts(1)[0]), "draft must be a DSparkDraft, got a Qwen3ForCausalLM"),
+        ((target.model, draft, prompts(1)[0][0]), "input_ids must be a tensor [rows, tokens], got (4,)"),
+    ]
+    for arguments, error in wrong:
+        with pytest.raises(ValueError, match=re.escape(error)):
+            speculative_generate(*arguments, max_new_tokens=4)
 
 
 def test_a_threshold_needs_a_confidence_head() -> None:

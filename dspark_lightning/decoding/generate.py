@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dspark_lightning.decoding.row import DecodedRow
+from dspark_lightning.decoding.sampling import check_temperature
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -56,6 +57,7 @@ def speculative_generate(
     Raises:
         ValueError: an argument out of range, an empty prompt, or a threshold for a draft without a confidence head.
     """
+    _check_types(target, draft, input_ids)
     _check(draft, max_new_tokens, temperature, confidence_threshold)
     stops = set(end_tokens(target) if stop_token_ids is None else stop_token_ids)
     captured = HFDSparkTargetModel(target, draft.target_layer_ids)
@@ -74,11 +76,21 @@ def speculative_generate(
     return SpeculativeOutput(torch.cat([input_ids, new], dim=1), accepted)
 
 
+def _check_types(target: object, draft: object, input_ids: object) -> None:
+    for name, value, kind in (("target", target, PreTrainedModel), ("draft", draft, DSparkDraft)):
+        if not isinstance(value, kind) or (name == "target" and isinstance(value, DSparkDraft)):
+            raise ValueError(
+                f"{name} must be a {kind.__name__}, got a {type(value).__name__}: target, draft, input_ids"
+            )
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise ValueError(f"input_ids must be a tensor [rows, tokens], got {shape}")
+
+
 def _check(draft: DSparkDraft, max_new_tokens: int, temperature: float, confidence_threshold: float) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
-    if temperature < 0:
-        raise ValueError(f"temperature must be 0 (greedy) or positive, got {temperature}")
+    check_temperature(temperature)
     if not 0 <= confidence_threshold <= 1:
         raise ValueError(f"confidence_threshold must lie in 0..1, got {confidence_threshold}")
     if confidence_threshold and not draft.enable_confidence_head:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from dspark_lightning.decoding.simulate import ServingResult
@@ -21,8 +20,10 @@ def schedule_figure(results: Sequence[ServingResult]) -> Figure:
     for name in names:
         mine = [result for result in results if result.policy == name]
         speeds = [result.tokens_per_second for result in mine]
-        load.plot([result.concurrency for result in mine], speeds, label=name, **_style(name, names))
-        trade.plot([result.tokens_per_second_per_user for result in mine], speeds, label=name, **_style(name, names))
+        load.plot([result.concurrency for result in mine], speeds, label=name, **policy_style(name, names))
+        trade.plot(
+            [result.tokens_per_second_per_user for result in mine], speeds, label=name, **policy_style(name, names)
+        )
     load.set(xlabel="users", ylabel="tokens per second, all users", xscale="log", yscale="log")
     ticks = sorted({result.concurrency for result in results})
     load.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -34,15 +35,21 @@ def schedule_figure(results: Sequence[ServingResult]) -> Figure:
     return figure
 
 
-def _style(name: str, names: Sequence[str]) -> dict[str, Any]:
-    """Fixed lengths recede, schedulers stand out."""
-    kind, _, _ = name.partition(" ")
-    alike = [other for other in names if other.startswith(kind)]
-    shade = (alike.index(name) + 1) / (len(alike) + 1)
+def policy_style(policy: str, policies: Sequence[str], ink: str = "black") -> dict[str, Any]:
+    """How a policy's line is drawn: fixed lengths recede, the longer the fainter, and schedulers stand out.
+
+    Args:
+        policy: its name.
+        policies: all that are drawn.
+        ink: colour of what has none of its own.
+    """
+    kind = policy.split()[0].rstrip(",")
+    alike = [other for other in policies if other.startswith(kind)]
+    place = alike.index(policy)
     if kind == "fixed":
-        return {"color": colormaps["Greys"](0.2 + 0.6 * shade), "linewidth": 1}
+        return {"color": ink, "alpha": 0.75 - 0.55 * place / max(1, len(alike) - 1), "linewidth": 1}
     if kind == "threshold":
-        return {"color": colormaps["Blues"](0.3 + 0.6 * shade), "linestyle": "dashed"}
-    if kind.startswith("scheduler"):
-        return {"color": "tab:red" if name == "scheduler" else "tab:orange", "marker": "o", "markersize": 4}
-    return {"color": "black", "linestyle": "dotted"}
+        return {"color": "#1a80cc", "linestyle": ("--", ":", "-.")[place % 3], "linewidth": 1.4}
+    if kind == "scheduler":
+        return {"color": ("#d55e00", "#009e73")[place % 2], "marker": "os"[place % 2], "markersize": 4}
+    return {"color": ink, "linestyle": ":"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dspark_lightning.decoding.records import AnswerRecord, block_size
+from dspark_lightning.decoding.records import AnswerRecord, block_size, check_whole_blocks
 from dspark_lightning.decoding.row import Round
 from dspark_lightning.decoding.sps import Floats, Ints
 
@@ -55,19 +55,15 @@ def build_traces(records: Sequence[AnswerRecord], temperatures: Sequence[float] 
 
 
 def _cut_by_stop(record: AnswerRecord, size: int) -> int:
-    """1 if a drafted stop token ended the answer, so that no token came behind it, else 0.
-
-    Blocks are shorter only where the answer may have no more tokens: to this place reach all of them, and no others go
-    further. Those that a confidence threshold cut do not.
-    """
-    where = f"the decode record of conversation {record.conversation}, turn {record.turn} of {record.dataset!r}"
-    *starts, end = np.cumsum([1, *(count + 1 for count in record.accepted)])  # the first token comes with the prompt
-    reach = np.array(starts) + record.proposed
-    if (reach[np.array(record.proposed) < size] < reach.max()).any():
-        raise ValueError(f"{where} has blocks that were cut: decode with whole blocks, without a confidence threshold")
-    cut = int(end) - record.new_tokens
+    """1 if a drafted stop token ended the answer, so that no token came behind it, else 0."""
+    check_whole_blocks(record, size)
+    end = 1 + sum(record.accepted) + len(record.accepted)  # the first token comes with the prompt
+    cut = end - record.new_tokens
     if cut not in (0, 1):
-        raise ValueError(f"{where} has {record.new_tokens} new tokens, but its rounds gave {end}")
+        raise ValueError(
+            f"the decode record of conversation {record.conversation}, turn {record.turn} of {record.dataset!r} has "
+            f"{record.new_tokens} new tokens, but its rounds gave {end}"
+        )
     return cut
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from dspark_lightning.evaluation.reliability import expected_calibration_error, reliability_bins, sigmoid
 from dspark_lightning.evaluation.rounds import Flags, Floats, Rounds
+from dspark_lightning.typed_json import build
 
 GRID: Floats = np.unique(np.append(np.geomspace(0.1, 10, 100), 1.0))
 
@@ -94,9 +95,10 @@ def read_temperatures(path: Path) -> list[float]:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))["temperatures"]
-        temperatures = [float(value) for value in values]
+        temperatures = build(list[float], values, "temperatures")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{str(path)!r} holds no temperatures as dspark calibrate writes them: {error}") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{str(path)!r} holds no temperatures as dspark calibrate writes them: {reason}") from error
     if not all(0 < value < math.inf for value in temperatures):
         raise ValueError(f"the temperatures of {str(path)!r} must all be positive, got {temperatures}")
     return temperatures

@@ -56,7 +56,9 @@ def _lengths(axes: Axes, datasets: Mapping[str, Any]) -> None:
 def _reliability(axes: Axes, pooled: Mapping[str, Any]) -> None:
     axes.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle=":")
     bins = pooled["bins"]
-    axes.plot([each["confidence"] for each in bins], [each["acceptance"] for each in bins], marker="o")
+    most = max((each["count"] for each in bins), default=1)
+    sizes = [8 + 92 * each["count"] / most for each in bins]
+    axes.scatter([each["confidence"] for each in bins], [each["acceptance"] for each in bins], sizes)
     axes.set(xlabel="confidence", ylabel="accepted", title=f"Reliability of confidences, ECE {_gap(pooled['ece']):.3f}")
 
 
@@ -65,6 +67,7 @@ def _thresholds(axes: Axes, sweep: list[Mapping[str, Any]]) -> None:
     for each in sweep[::2]:
         place = (each["verified_per_round"], each["tau"])
         axes.annotate(f"{each['threshold']:.1f}", place, xytext=(4, -10), textcoords="offset points")
+    axes.margins(0.1)
     axes.set(xlabel="tokens verified per round", ylabel="tau", title="What confidence thresholds would have kept")
 
 

@@ -3,6 +3,7 @@
 from typing import cast
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,8 +36,12 @@ def pair_up(model: PreTrainedModel, draft: DSparkDraft) -> HFDSparkTargetModel:
     target = HFDSparkTargetModel(model, draft.target_layer_ids)
     module = cast(nn.Module, draft)
     module.to(input_device(model.get_input_embeddings()), model.dtype).eval()
+    same = []
     for name, source in (("embed_tokens", target.embed_tokens), ("lm_head", target.lm_head)):
         mine, theirs = getattr(draft, name), cast(Tensor, source.weight).to(draft.fc.weight.device)
-        if torch.equal(mine.weight.to(torch.bfloat16), theirs.to(torch.bfloat16)):  # the file holds bf16
+        same.append(torch.equal(mine.weight.to(torch.bfloat16), theirs.to(torch.bfloat16)))  # the file holds bf16
+        if same[-1]:
             mine.weight = nn.Parameter(theirs.detach(), requires_grad=False)
+    if not all(same):
+        rank_zero_warn("the draft's embedding and head are not those of this target: was it trained for another one?")
     return target

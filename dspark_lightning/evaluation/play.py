@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dspark_lightning.datamodules.loss_mask import ChatRenderer
 from dspark_lightning.datamodules.prompts import Conversation
-from dspark_lightning.datamodules.rows import BadRow
+from dspark_lightning.datamodules.rows import BadRow, Message
 from dspark_lightning.decoding.generate import end_tokens
 from dspark_lightning.decoding.plain import decode_plainly
 from dspark_lightning.decoding.records import AnswerRecord
 from dspark_lightning.decoding.row import DecodedRow
+from dspark_lightning.decoding.sampling import check_temperature
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -36,8 +37,7 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        check_temperature(self.temperature)
         if not 0 <= self.confidence_threshold <= 1:
             raise ValueError(f"confidence_threshold must lie in 0..1, got {self.confidence_threshold}")
 
@@ -75,10 +75,7 @@ class Player:
         messages = list(conversation.before)
         for turn, question in enumerate(conversation.questions):
             messages.append({"role": "user", "content": question})
-            try:
-                prompt = torch.tensor(self.renderer.encode_prompt(messages, conversation.tools), device=self.device)
-            except BadRow as error:
-                raise ValueError(f"{conversation.place}: {error}") from error
+            prompt = self._prompt(conversation, messages)
             self._check_length(conversation, len(prompt))
             record, tokens = self._answer(conversation, turn, prompt)
             yield record
@@ -88,8 +85,9 @@ class Player:
     @torch.no_grad()
     def warm_up(self, conversation: Conversation) -> None:
         """Decode a little and forget it, so that what the first call costs falls on no answer."""
-        messages = [*conversation.before, {"role": "user", "content": conversation.questions[0]}]
-        prompt = torch.tensor(self.renderer.encode_prompt(messages, conversation.tools), device=self.device)
+        prompt = self._prompt(
+            conversation, [*conversation.before, {"role": "user", "content": conversation.questions[0]}]
+        )
         self._decode(prompt, 2 * self.draft.block_size, self._generator("warm-up"))
         self._decode_plainly(prompt, 2, self._generator("warm-up"))
 
@@ -121,6 +119,12 @@ class Player:
             same_as_plain=None if alone is None or self.settings.temperature else alone == row.tokens,
         )
         return record, row.tokens
+
+    def _prompt(self, conversation: Conversation, messages: list[Message]) -> Tensor:
+        try:
+            return torch.tensor(self.renderer.encode_prompt(messages, conversation.tools), device=self.device)
+        except BadRow as error:
+            raise ValueError(f"{conversation.place}: {error}") from error
 
     def _decode(self, prompt: Tensor, most: int, generator: torch.Generator) -> DecodedRow:
         settings = self.settings

@@ -92,8 +92,12 @@ def ratio_interval(
     numerator: npt.NDArray[Any],  # [R]
     denominator: npt.NDArray[Any],  # [R]
     conversation: Counts,  # [R]
+    least: float = 0.0,
+    most: float = 1.0,
 ) -> list[float] | None:
     """The 95 % interval of sum(numerator) / sum(denominator), with conversations as what was sampled.
+
+    It is cut off at `least` and `most`, which the ratio cannot leave.
 
     Rounds of one conversation are alike, so their number alone would make the interval too narrow: the variance is that
     of the residuals summed within each (the linearised ratio estimator).
@@ -109,4 +113,4 @@ def ratio_interval(
     ratio = top.sum() / below.sum()
     variance = ((top - ratio * below) ** 2).sum() * groups / (groups - 1) / below.sum() ** 2
     half = 1.96 * float(np.sqrt(variance))
-    return [float(ratio - half), float(ratio + half)]
+    return [max(least, float(ratio - half)), min(most, float(ratio + half))]

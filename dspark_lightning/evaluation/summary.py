@@ -34,21 +34,24 @@ def summarise(records: Sequence[AnswerRecord], size: int, threshold: float = 0.0
         "tokens_accepted": int(rounds.accepted.sum()),
         **_acceptance(rounds),
         "same_as_plain": _same_as_plain(records),
-        "speedup": _speedup(records),
+        **_speed(records),
         "thresholds": threshold_sweep(rounds, threshold),
         "confidence": confidence_summary(rounds),
     }
 
 
 def _acceptance(rounds: Rounds) -> dict[str, Any]:
-    """Tokens per round, and how far rounds get (DESIGN: tau_decode, survival@k, conditional acceptance@k)."""
+    """Tokens per round (tau), the share of rounds that accept k tokens or more, and of those that came so far.
+
+    tau is 1 plus the sum of the survivals.
+    """
     survived, tried = rounds.survived, rounds.tried
     gained = rounds.accepted + 1
     return {
         "tau": float(gained.mean()) if len(gained) else None,
-        "tau_interval": ratio_interval(gained, np.ones_like(gained), rounds.conversation),
+        "tau_interval": ratio_interval(gained, np.ones_like(gained), rounds.conversation, 1, rounds.size + 1),
         "accepted_lengths": np.bincount(rounds.accepted, minlength=rounds.size + 1).tolist(),
-        "survival": shares(survived.sum(0), rounds.reached.sum(0)),
+        "survival": shares(survived.sum(0), np.full(rounds.size, len(gained))),
         "conditional_acceptance": shares((survived & tried).sum(0), tried.sum(0)),
         "conditional_counts": tried.sum(0).tolist(),
         "conditional_intervals": [
@@ -94,22 +97,30 @@ def _same_as_plain(records: Sequence[AnswerRecord]) -> int | None:
     return sum(compared) if compared else None
 
 
-def _speedup(records: Sequence[AnswerRecord]) -> dict[str, float] | None:
-    """Tokens per second over those of the target alone: all answers together, and quantiles 0.1 and 0.9 of each."""
+def _speed(records: Sequence[AnswerRecord]) -> dict[str, Any]:
+    """Tokens per second of one process, prompts included; and over those of the target alone, where it was timed.
+
+    The spread is that of the answers' own ratios: their quantiles 0.1 and 0.9.
+    """
+    fast = _per_second([each.new_tokens for each in records], [each.seconds for each in records])
     timed = [each for each in records if each.plain_seconds is not None and each.plain_tokens is not None]
     if not timed:
-        return None
+        return {"tokens_per_second": fast, "speedup": None}
     tokens, seconds, plain_tokens, plain_seconds = (
         np.array([getattr(each, name) for each in timed], np.float64)
         for name in ("new_tokens", "seconds", "plain_tokens", "plain_seconds")
     )
-    fast, slow = tokens / seconds, plain_tokens / plain_seconds
+    low, high = np.quantile((tokens / seconds) / (plain_tokens / plain_seconds), [0.1, 0.9])
     total, plain_total = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
-    low, high = np.quantile(fast / slow, [0.1, 0.9])
-    return {
+    speedup = {
         "ratio": float(total / plain_total),
         "low": float(low),
         "high": float(high),
         "tokens_per_second": float(total),
         "plain_tokens_per_second": float(plain_total),
     }
+    return {"tokens_per_second": fast, "speedup": speedup}
+
+
+def _per_second(tokens: Sequence[int], seconds: Sequence[float]) -> float | None:
+    return sum(tokens) / sum(seconds) if sum(seconds) else None

@@ -32,7 +32,7 @@ def _headline(summaries: Summaries) -> Table:
         "rounds",
         "tau (95 %)",
         "accepted / verified",
-        "speed-up (10-90 %)",
+        "speed-up (10-90 % of answers)",
         "tokens/s",
         "same",
     )
@@ -47,7 +47,7 @@ def _headline(summaries: Summaries) -> Table:
                 _with_interval(summary["tau"], summary["tau_interval"]),
                 f"{summary['tokens_accepted']} / {summary['tokens_verified']}",
                 "" if speed is None else _with_interval(speed["ratio"], (speed["low"], speed["high"])),
-                "" if speed is None else f"{speed['tokens_per_second']:.1f}",
+                "" if summary["tokens_per_second"] is None else f"{summary['tokens_per_second']:.1f}",
                 "" if summary["same_as_plain"] is None else f"{summary['same_as_plain']} of {summary['answers']}",
             )
         )

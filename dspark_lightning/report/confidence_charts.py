@@ -93,9 +93,8 @@ def _diagonal(axes: Axes) -> None:
 
 
 def _reliability(axes: Axes, bins: Sequence[Bin], color: str, filled: bool) -> None:
-    """Dots whose area is the share of predictions, joined by a faint line."""
+    """Dots whose area is the share of predictions; lines between them would make much of bins that are almost empty."""
     most = max((b.count for b in bins), default=1)
     x, y = [b.confidence for b in bins], [b.acceptance for b in bins]
-    sizes = [8 + 40 * b.count / most for b in bins]
-    axes.plot(x, y, color=color, linewidth=1, alpha=0.6)
+    sizes = [4 + 44 * b.count / most for b in bins]
     axes.scatter(x, y, sizes, facecolors=color if filled else "none", edgecolors=color, linewidths=1.2, zorder=3)

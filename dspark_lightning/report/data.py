@@ -12,7 +12,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dspark_lightning.report.records import Calibration, Evaluation, Schedule
-from dspark_lightning.report.typed_json import build
+from dspark_lightning.typed_json import build
 
 T = TypeVar("T")
 
@@ -48,6 +48,7 @@ class Run:
     evaluation: Evaluation | None
     calibration: Calibration | None
     schedule: Schedule | None
+    stale: frozenset[str]  # files that were made from other records than the evaluation, and so are left out
 
 
 def read_run(folder: Path) -> Run:
@@ -58,15 +59,26 @@ def read_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {str(folder)!r}: give that of a run, such as runs/quickstart/version_0")
+    if (folder / "evaluation.json").exists() and not (folder / EVALUATION).exists():
+        raise ValueError(
+            f"{str(folder)!r} is the evaluation of a run: give the run's own folder, {str(folder.parent)!r}"
+        )
     config = _read_text(folder / "config.yaml")
+    evaluation = _read_record(Evaluation, folder / EVALUATION, "dspark evaluate")
+    calibration = _read_record(Calibration, folder / CALIBRATION, "dspark calibrate")
+    schedule = _read_record(Schedule, folder / SCHEDULE, "dspark schedule")
+    made = {CALIBRATION: calibration, SCHEDULE: schedule}
+    digest = None if evaluation is None else evaluation.records_digest
+    stale = frozenset(name for name, record in made.items() if record and digest and record.records_digest != digest)
     run = Run(
         folder=folder,
         scalars=read_scalars(folder),
         config=config,
         settings=_settings(config, folder / "config.yaml"),
-        evaluation=_read_record(Evaluation, folder / EVALUATION, "dspark evaluate"),
-        calibration=_read_record(Calibration, folder / CALIBRATION, "dspark calibrate"),
-        schedule=_read_record(Schedule, folder / SCHEDULE, "dspark schedule"),
+        evaluation=evaluation,
+        calibration=None if CALIBRATION in stale else calibration,
+        schedule=None if SCHEDULE in stale else schedule,
+        stale=stale,
     )
     if not run.scalars and run.evaluation is None:
         raise ValueError(

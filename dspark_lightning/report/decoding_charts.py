@@ -25,7 +25,8 @@ def acceptance_charts(evaluation: Evaluation) -> list[Chart]:
             named,
             "survival",
             "Survival",
-            "The share of rounds in which positions 1 to k are all accepted; higher is better.",
+            "The share of rounds in which positions 1 to k are all accepted; higher is better, and tau is 1 plus all "
+            "of them.",
         ),
         _accepted_lengths(named, evaluation.block_size),
     ]

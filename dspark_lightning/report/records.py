@@ -100,6 +100,7 @@ class Evaluation:
     confidence_threshold: float
     seed: int
     machine: dict[str, Any]
+    records_digest: str
     overall: Summary
     datasets: dict[str, Summary]
 
@@ -129,6 +130,7 @@ class Calibration:
     ece_after_by_position: list[float | None]
     survival_bins_before: list[list[Bin]]
     survival_bins_after: list[list[Bin]]
+    records_digest: str
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -154,6 +156,7 @@ class Schedule:
 
     command: str
     results: list[ScheduleResult]
+    records_digest: str
 
 
 def _check_length(name: str, values: Sequence[Any], expected: int, source: str) -> None:

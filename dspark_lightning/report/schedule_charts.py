@@ -1,11 +1,10 @@
 """What each policy of verifying gives under load."""
 
-from typing import Any
-
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, NullLocator
 
-from dspark_lightning.report.drawing import DASHES, INK, MARKERS, SERIES, Chart, chart, chart_name
+from dspark_lightning.decoding.schedule_figure import policy_style
+from dspark_lightning.report.drawing import INK, Chart, chart, chart_name
 from dspark_lightning.report.records import Schedule
 
 LABELS = {
@@ -23,13 +22,14 @@ def schedule_charts(schedule: Schedule) -> list[Chart]:
             schedule,
             ("concurrency", "tokens_per_second"),
             "Throughput over load",
-            "Tokens per second of all users together, for each policy; higher is better.",
+            "Tokens per second of all users together, for each policy; higher is better. What drafting costs is left "
+            "out.",
         ),
         _policies(
             schedule,
             ("tokens_per_second_per_user", "tokens_per_second"),
             "Throughput against speed per user",
-            "One dot per load, more users to the left; up and to the right is better.",
+            "Along each line the load grows to the left; up and to the right is better.",
         ),
         _policies(
             schedule,
@@ -48,7 +48,7 @@ def _policies(schedule: Schedule, fields: tuple[str, str], title: str, caption: 
         for policy in policies:
             results = sorted((r for r in schedule.results if r.policy == policy), key=lambda r: r.concurrency)
             x, y = ([getattr(result, field) for result in results] for field in fields)
-            axes.plot(x, y, label=chart_name(policy), **_style(policy, list(policies)))
+            axes.plot(x, y, label=chart_name(policy), **policy_style(policy, list(policies), INK))
         if fields[0] == "concurrency":
             _loads(axes, schedule)
         else:
@@ -57,20 +57,6 @@ def _policies(schedule: Schedule, fields: tuple[str, str], title: str, caption: 
         axes.set_ylim(bottom=0)
 
     return chart(draw, title, caption, xlabel=LABELS[fields[0]], ylabel=LABELS[fields[1]])
-
-
-def _style(policy: str, policies: list[str]) -> dict[str, Any]:
-    """Fixed lengths recede, the longer the fainter; thresholds are alike; the schedulers stand out."""
-    kind = policy.split()[0].rstrip(",")
-    alike = [other for other in policies if other.startswith(kind)]
-    place = alike.index(policy)
-    if kind == "fixed":
-        return {"color": INK, "alpha": 0.75 - 0.55 * place / max(1, len(alike) - 1), "linewidth": 1}
-    if kind == "threshold":
-        return {"color": SERIES[0], "linestyle": DASHES[1 + place % 3], "linewidth": 1.4}
-    if kind == "scheduler":
-        return {"color": SERIES[1 + place % 2], "marker": MARKERS[place % 2]}
-    return {"color": INK, "linestyle": ":"}
 
 
 def _loads(axes: Axes, schedule: Schedule) -> None:

@@ -25,9 +25,6 @@ class Missing:
     then: str = "writes it"
 
 
-NO_EVALUATION = Missing(f"There is no {EVALUATION} yet", "dspark evaluate")
-
-
 @dataclass(frozen=True)
 class Table:
     """Rows under column heads; the first cell of a row is its head."""
@@ -58,14 +55,28 @@ def sections(run: Run) -> list[Section]:
     """All sections, in the order of the page."""
     return [
         _training(run),
-        _acceptance(run.evaluation),
-        _data_sets(run.evaluation),
-        _confidence(run.evaluation, run.calibration),
-        _thresholds(run.evaluation),
+        _acceptance(run),
+        _data_sets(run),
+        _confidence(run),
+        _thresholds(run),
         _schedule(run),
         _configuration(run),
         _commands(run),
     ]
+
+
+def _lacking(run: Run, file: str) -> Missing:
+    """What to say where a file is not there, or is of other records than the evaluation."""
+    draft, records = run.folder / "dspark-draft", shlex.quote(str(run.folder / "evaluation" / "records.jsonl"))
+    target = shlex.quote(str(run.settings.get("target", "TARGET")))
+    commands = {
+        EVALUATION: f"dspark evaluate --draft {shlex.quote(str(draft))} --target {target} --data FILE",
+        CALIBRATION: f"dspark calibrate --records {records}",
+        SCHEDULE: f"dspark schedule --records {records} --profile {target}",
+    }
+    if file in run.stale:
+        return Missing(f"{file} was made from other records than {EVALUATION}", commands[file], "makes it anew")
+    return Missing(f"There is no {file} yet", commands[file])
 
 
 def _training(run: Run) -> Section:
@@ -73,11 +84,11 @@ def _training(run: Run) -> Section:
     return Section("Training", training_charts(run.scalars), missing=[] if run.scalars else [none])
 
 
-def _acceptance(evaluation: Evaluation | None) -> Section:
+def _acceptance(run: Run) -> Section:
     name = "Acceptance"
-    if evaluation is None:
-        return Section(name, missing=[NO_EVALUATION])
-    return Section(name, acceptance_charts(evaluation), [_positions_table(evaluation)])
+    if run.evaluation is None:
+        return Section(name, missing=[_lacking(run, EVALUATION)])
+    return Section(name, acceptance_charts(run.evaluation), [_positions_table(run.evaluation)])
 
 
 def _positions_table(evaluation: Evaluation) -> Table:
@@ -92,10 +103,10 @@ def _positions_table(evaluation: Evaluation) -> Table:
     return Table(heads, rows, "The numbers by position")
 
 
-def _data_sets(evaluation: Evaluation | None) -> Section:
+def _data_sets(run: Run) -> Section:
     name = "Data sets"
-    if evaluation is None:
-        return Section(name, missing=[NO_EVALUATION])
+    if run.evaluation is None:
+        return Section(name, missing=[_lacking(run, EVALUATION)])
     heads = [
         "Data set",
         "tau",
@@ -113,7 +124,7 @@ def _data_sets(evaluation: Evaluation | None) -> Section:
         "verified",
         "accepted",
     ]
-    return Section(name, tables=[Table(heads, [_row(n, s) for n, s in evaluation.summaries()])])
+    return Section(name, tables=[Table(heads, [_row(n, s) for n, s in run.evaluation.summaries()])])
 
 
 def _row(name: str, summary: Summary) -> list[str]:
@@ -139,15 +150,15 @@ def _row(name: str, summary: Summary) -> list[str]:
     return [name, number(summary.tau), value_range(summary.tau_interval), number(first), *speed, *counted]
 
 
-def _confidence(evaluation: Evaluation | None, calibration: Calibration | None) -> Section:
-    name, missing = "Confidence", []
+def _confidence(run: Run) -> Section:
+    name, missing, evaluation, calibration = "Confidence", [], run.evaluation, run.calibration
     confidence = None if evaluation is None else evaluation.overall.confidence
     if evaluation is None:
-        missing.append(NO_EVALUATION)
+        missing.append(_lacking(run, EVALUATION))
     elif confidence is None:
         missing.append(_unmeasured("confidence"))
     if calibration is None:
-        missing.append(Missing(f"There is no {CALIBRATION} yet", "dspark calibrate"))
+        missing.append(_lacking(run, CALIBRATION))
     tables = [] if calibration is None else [_temperatures_table(calibration)]
     return Section(name, confidence_charts(confidence, calibration), tables, missing)
 
@@ -163,11 +174,11 @@ def _temperatures_table(calibration: Calibration) -> Table:
     return Table(heads, rows, title)
 
 
-def _thresholds(evaluation: Evaluation | None) -> Section:
+def _thresholds(run: Run) -> Section:
     name = "Threshold"
-    if evaluation is None:
-        return Section(name, missing=[NO_EVALUATION])
-    thresholds = evaluation.overall.thresholds
+    if run.evaluation is None:
+        return Section(name, missing=[_lacking(run, EVALUATION)])
+    thresholds = run.evaluation.overall.thresholds
     if not thresholds:
         return Section(name, missing=[_unmeasured("thresholds")])
     heads = ["Threshold", "tau", "verified per round", "accepted share"]
@@ -184,7 +195,7 @@ def _unmeasured(key: str) -> Missing:
 
 def _schedule(run: Run) -> Section:
     if run.schedule is None or not run.schedule.results:
-        return Section("Schedule", missing=[Missing(f"There is no {SCHEDULE} yet", "dspark schedule")])
+        return Section("Schedule", missing=[_lacking(run, SCHEDULE)])
     heads = ["Policy", "concurrent", "tokens/s", "tokens/s per user", "verified per request", "accepted per request"]
     rows = [
         [

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from dspark_lightning.datamodules.loss_mask import ChatRenderer, read_template
 from dspark_lightning.datamodules.prompts import Conversation, load_conversations
 from dspark_lightning.datamodules.tokenizer import load_tokenizer
-from dspark_lightning.decoding.records import AnswerRecord, write_records
+from dspark_lightning.decoding.records import AnswerRecord, records_digest, write_records
 from dspark_lightning.evaluation.evaluate import evaluation_results, play_all, scalars
 from dspark_lightning.evaluation.figures import evaluation_figure
 from dspark_lightning.evaluation.pair import pair_up
@@ -25,7 +25,7 @@ from dspark_lightning.evaluation.play import DecodeSettings, Player
 from dspark_lightning.evaluation.tables import print_evaluation
 from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
-from dspark_lightning.replace import write_finished, write_text
+from dspark_lightning.replace import check_folder, write_finished, write_text
 from dspark_lightning.tools.command import command_line
 from dspark_lightning.tools.machine import describe_machine
 
@@ -61,7 +61,7 @@ def evaluate(
         draft: folder of an exported draft.
         target: model folder, hub id, or "embedded".
         data: JSONL, JSON or parquet file, hub id or "embedded": rows with turns, prompt, messages or conversations, of
-            which the user's turns are played; several as a list, or with further --data+.
+            which the user's turns are played; several as '[a.jsonl, b.jsonl]', or with further --data+.
         gguf_file: name of a GGUF file in the target's folder.
         output: folder to write; default: "evaluation" beside the draft.
         max_new_tokens: of each answer.
@@ -82,6 +82,9 @@ def evaluate(
     settings = DecodeSettings(max_new_tokens, temperature, confidence_threshold, seed, compare)
     conversations = load_conversations(data, limit)
     loaded, folder = load_pretrained_draft(draft), output or draft.parent / "evaluation"
+    check_folder(folder)
+    if devices < 1:
+        raise ValueError(f"devices must be 1 or more, got {devices}")
     if device_map is not None and devices > 1:
         raise ValueError(f"device_map {device_map!r} claims all devices for one process: leave out devices {devices}")
     fabric = Fabric(accelerator=accelerator, devices=devices, strategy="ddp" if devices > 1 else "auto")
@@ -121,6 +124,7 @@ def evaluate(
 def _write(folder: Path, records: Sequence[AnswerRecord], results: dict[str, Any]) -> None:
     """Records, results, figures and events; and the tables, on the terminal."""
     write_records(folder / "records.jsonl", records)
+    results = results | {"records_digest": records_digest(folder / "records.jsonl")}
     write_text(folder / "evaluation.json", json.dumps(results, indent=2) + "\n")
     with SummaryWriter(str(folder)) as writer:
         for name, summary in ({"all": results["overall"]} | results["datasets"]).items():
@@ -130,10 +134,9 @@ def _write(folder: Path, records: Sequence[AnswerRecord], results: dict[str, Any
         write_finished(folder / "evaluation.png", lambda path: figure.savefig(path, format="png", dpi=150))
         writer.add_figure("evaluation", figure)
     print_evaluation(results)
-    records_path = folder / "records.jsonl"
     print(f"Written to {folder}: evaluation.json, evaluation.png, records.jsonl, TensorBoard events")
-    if results["overall"]["confidence"] is not None:
-        print(f"Next: {shlex.join(['dspark', 'calibrate', '--records', str(records_path)])}")
+    if results["overall"]["confidence"] is not None and not results["confidence_threshold"]:
+        print(f"Next: {shlex.join(['dspark', 'calibrate', '--records', str(folder / 'records.jsonl')])}")
 
 
 def _shown(conversations: Sequence[Conversation]) -> Iterator[Conversation]:

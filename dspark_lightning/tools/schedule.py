@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from dspark_lightning.decoding.records import AnswerRecord, block_size, read_records
+from dspark_lightning.decoding.records import AnswerRecord, block_size, read_records, records_digest
 from dspark_lightning.decoding.schedule_figure import schedule_figure
 from dspark_lightning.decoding.simulate import ServingResult, simulate_serving
 from dspark_lightning.decoding.sps import SpsCurve, measure_sps, read_sps, write_sps
 from dspark_lightning.decoding.traces import build_traces
 from dspark_lightning.evaluation.calibration import read_temperatures
 from dspark_lightning.loading import load_target
-from dspark_lightning.replace import write_finished, write_text
+from dspark_lightning.replace import check_folder, write_finished, write_text
 from dspark_lightning.tools.command import command_line
 
 _WITH_VALUE = ("fixed", "threshold")  # kinds of policies of which there are several
@@ -36,6 +36,8 @@ def schedule(
 ) -> None:
     """Simulate serving 1 to 256 users and compare ways to choose how many drafted tokens are verified.
 
+    What drafting itself costs is left out, so "no draft" is better in comparison than it looks here.
+
     Args:
         records: records.jsonl of `dspark evaluate`, decoded with whole blocks.
         sps: JSON file with the target's steps per second; or give profile.
@@ -50,7 +52,12 @@ def schedule(
     if (sps is None) == (profile is None):
         given = "none" if sps is None else "both"
         raise ValueError(f"give either --sps FILE or --profile TARGET for the steps per second, got {given}")
+    if sps is not None and gguf_file is not None:
+        raise ValueError(f"gguf_file {gguf_file!r} belongs to --profile, but --sps is given")
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {seed}")
     answers, folder = read_records(records), output or records.parent
+    check_folder(folder)
     scales = None if temperatures is None else read_temperatures(temperatures)
     traces = build_traces(answers, scales)  # what is wrong with them shows before anything is measured
     if sps is not None:
@@ -70,7 +77,7 @@ def schedule(
     elif scales is None:
         print("The confidences are not calibrated")
         print(f"Next: dspark calibrate --records {records}, then this again with --temperatures")
-    else:
+    elif folder.name == "evaluation":
         print(f"Next: dspark report {folder.parent}")
 
 
@@ -89,6 +96,7 @@ def _write(
 ) -> None:
     content = {
         "command": command_line(),
+        "records_digest": records_digest(records),
         "curve": asdict(curve),
         "records": str(records),
         "temperatures": temperatures,

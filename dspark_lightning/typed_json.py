@@ -6,6 +6,9 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
+_LARGEST = 2**63
+"""Numbers from here on are no counts, times or probabilities, and fit no array."""
+
 
 def build(kind: type[T], value: Any, where: str = "") -> T:
     """Turn what `json.load` gave into a record.
@@ -36,8 +39,12 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         return {key: _build(args[1], item, f"{where}.{key}") for key, item in value.items()}
     if is_dataclass(kind) and isinstance(value, dict):
         return _build_record(kind, value, where)
+    if kind is bool and isinstance(value, bool):
+        return value
     numbers = (int, float) if kind is float else kind
     if isinstance(kind, type) and isinstance(value, numbers) and not isinstance(value, bool):
+        if kind in (int, float) and not abs(value) < _LARGEST:  # not NaN either
+            raise ValueError(f"has {where} {_shortened(value)}, must be a finite number")
         return value
     raise ValueError(f"has {where or 'as its content'} {_shortened(value)}, must be {_described(kind)}")
 
@@ -63,5 +70,5 @@ def _shortened(value: Any) -> str:
 def _described(kind: Any) -> str:
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} numbers"
-    names = {float: "a number", int: "a whole number", str: "a string", list: "a list"}
+    names = {float: "a number", int: "a whole number", str: "a string", bool: "true or false", list: "a list"}
     return names.get(get_origin(kind) or kind, "an object")

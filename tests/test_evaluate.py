@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chat_helpers import datasets_cache, write_jsonl  # noqa: F401
@@ -366,6 +367,56 @@ def test_records_that_cannot_be_calibrated(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert error in line
     assert not (tmp_path / "calibration.json").exists()
+
+
+def test_a_folder_is_never_replaced_by_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").write_text("mine")
+    row = asdict(decoded_record(0, [1])) | {"confidence": [[0.0] * 4]}
+    path = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"conversation": 1}])
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--records", path, "--output", str(tmp_path / "kept")])
+    assert f"{str(tmp_path / 'kept')!r} is a folder: give the file to write" in capsys.readouterr().err
+    assert (tmp_path / "kept/file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("confidence", "error"),
+    [
+        ("[[NaN, 0, 0, 0]]", "has confidence[0][0] nan, must be a finite number"),
+        ("[[null, 0, 0, 0]]", "has confidence[0][0] None, must be a number"),
+        ("[null]", "has confidence[0] None, must be a list"),
+        ("[[0, 0]]", "confidence is not one list of K numbers for each round"),
+    ],
+)
+def test_confidences_that_are_none(
+    confidence: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = json.dumps(asdict(decoded_record(0, [1]))).replace('"confidence": null', f'"confidence": {confidence}')
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--records", write_jsonl(tmp_path / "rows.jsonl", [line])])
+    (message,) = capsys.readouterr().err.strip().splitlines()
+    assert message.endswith(f"rows.jsonl:1 is no decode record as dspark evaluate writes them: {error}")
+
+
+def test_a_draft_that_holds_nan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = export_untrained(tmp_path)
+    weights = load_file(draft / "model.safetensors")
+    weights["norm.weight"][3] = float("nan")
+    save_file(weights, draft / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit):
+        evaluate(draft, "--data", "embedded")
+    assert f"'norm.weight' of the draft in {str(draft)!r} holds NaN or infinite values" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_decoding(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Player, "play", lambda *_: pytest.fail("it decodes"))
+    with pytest.raises(SystemExit):
+        evaluate(exported, "--data", "embedded", "--output", str(tmp_path / "file" / "inside"))
+    assert f"{str(tmp_path / 'file')!r} is a file" in capsys.readouterr().err
 
 
 def test_one_conversation_cannot_be_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

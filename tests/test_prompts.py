@@ -64,6 +64,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
         ({"turns": []}, "turns must be a list of what the user says, got []"),
         ({"turns": "hello"}, "turns must be a list of what the user says, got 'hello'"),
         ({"turns": [3]}, "the content of the user turn must be text, got 3"),
+        ({"turns": ["a", " "]}, "a user turn is empty"),
         ({"text": "a"}, "expected turns, prompt, messages or conversations; the fields are ['text']"),
         ({"messages": [SYSTEM]}, "no user turn; the roles are ['system']"),
         (chat("a") | {"messages": [*chat("a")["messages"], {"role": "tool", "content": "x"}]}, "a tool turn behind"),

@@ -158,7 +158,7 @@ def sampled() -> tuple[HFDSparkTargetModel, list[DSparkDraft], list[tuple[Tensor
     with torch.no_grad():
         drafts[1].norm.weight.mul_(-1)
     target = HFDSparkTargetModel(model, drafts[0].target_layer_ids)
-    return target, drafts, outputs_of(target, drafts[0], 120)
+    return target, drafts, outputs_of(target, drafts[0], 80)
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["where rounds began", "at every token"])
@@ -172,7 +172,7 @@ def test_acceptance_of_training_is_that_of_decoding(everywhere: bool, sampled: A
         places = [list(range(6, ids.shape[1] - 1)) if everywhere else round_starts(row) for ids, row in outputs]
         parts = [teacher_forced(target, draft, ids, p) for (ids, _), p in zip(outputs, places, strict=True)]
         rates.append(torch.cat(parts).mean().item())
-    assert low < rates[0] < high and high - low < 0.08, (low, rates, high)
+    assert low < rates[0] < high and high - low < 0.1, (low, rates, high)
     assert not low < rates[1] < high, (low, rates, high)
 
 
@@ -218,6 +218,7 @@ def test_the_command_writes_all_it_says(exported: Path, tmp_path: Path, capsys: 
     assert f"Next: dspark calibrate --records {folder / 'records.jsonl'}" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_report_what_one_does(exported: Path, tmp_path: Path) -> None:
     results = []

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dspark_lightning.decoding.row import DecodedRow
-from dspark_lightning.decoding.sampling import check_temperature
+from dspark_lightning.decoding.settings import check_decoding, check_threshold
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -20,9 +20,7 @@ class SpeculativeOutput(NamedTuple):
     """What was generated, and how."""
 
     sequences: Tensor  # int64 [B, S + L], the prompt as it was given, then the new tokens, padded with the pad token
-    accepted_lengths: list[
-        list[int]
-    ]  # of each row, the drafted tokens that each round accepted, to the stop token at most
+    accepted_lengths: list[list[int]]  # of each row, drafted tokens that each round accepted, none behind a stop token
 
 
 @torch.no_grad()
@@ -58,7 +56,8 @@ def speculative_generate(
         ValueError: an argument out of range, an empty prompt, or a threshold for a draft without a confidence head.
     """
     _check_types(target, draft, input_ids)
-    _check(draft, max_new_tokens, temperature, confidence_threshold)
+    check_decoding(max_new_tokens, temperature, confidence_threshold)
+    check_threshold(draft, confidence_threshold)
     stops = set(end_tokens(target) if stop_token_ids is None else stop_token_ids)
     captured = HFDSparkTargetModel(target, draft.target_layer_ids)
     cast(nn.Module, draft).eval()
@@ -85,16 +84,6 @@ def _check_types(target: object, draft: object, input_ids: object) -> None:
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         shape = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
         raise ValueError(f"input_ids must be a tensor [rows, tokens], got {shape}")
-
-
-def _check(draft: DSparkDraft, max_new_tokens: int, temperature: float, confidence_threshold: float) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens}")
-    check_temperature(temperature)
-    if not 0 <= confidence_threshold <= 1:
-        raise ValueError(f"confidence_threshold must lie in 0..1, got {confidence_threshold}")
-    if confidence_threshold and not draft.enable_confidence_head:
-        raise ValueError(f"confidence_threshold {confidence_threshold} needs a draft with a confidence head")
 
 
 def end_tokens(target: PreTrainedModel) -> list[int]:

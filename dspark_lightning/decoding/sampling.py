@@ -4,19 +4,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LEAST_TEMPERATURE = 1e-3
-"""Below it logits divided by the temperature leave the range of their numbers."""
-
-
-def check_temperature(temperature: float) -> None:
-    """Refuse temperatures that cannot be sampled at.
-
-    Raises:
-        ValueError: neither 0 (greedy) nor in a range that can be computed with.
-    """
-    if temperature != 0 and not LEAST_TEMPERATURE <= temperature < float("inf"):
-        raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {temperature}")
-
 
 def logits_to_probs(
     logits: Tensor,  # [..., V]

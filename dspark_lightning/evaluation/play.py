@@ -15,7 +15,7 @@ from dspark_lightning.decoding.generate import end_tokens
 from dspark_lightning.decoding.plain import decode_plainly
 from dspark_lightning.decoding.records import AnswerRecord
 from dspark_lightning.decoding.row import DecodedRow
-from dspark_lightning.decoding.sampling import check_temperature
+from dspark_lightning.decoding.settings import check_decoding, check_threshold
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -35,11 +35,7 @@ class DecodeSettings:
     compare: bool = True  # whether the target also answers alone, to be timed
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be 1 or more, got {self.max_new_tokens}")
-        check_temperature(self.temperature)
-        if not 0 <= self.confidence_threshold <= 1:
-            raise ValueError(f"confidence_threshold must lie in 0..1, got {self.confidence_threshold}")
+        check_decoding(self.max_new_tokens, self.temperature, self.confidence_threshold)
 
 
 class Player:
@@ -58,10 +54,7 @@ class Player:
     def __init__(
         self, target: HFDSparkTargetModel, draft: DSparkDraft, renderer: ChatRenderer, settings: DecodeSettings
     ) -> None:
-        if settings.confidence_threshold and not draft.enable_confidence_head:
-            raise ValueError(
-                f"confidence_threshold {settings.confidence_threshold} needs a draft with a confidence head"
-            )
+        check_threshold(draft, settings.confidence_threshold)
         self.target, self.draft, self.renderer, self.settings = target, draft, renderer, settings
         self.device = draft.fc.weight.device
         self.stops = set(end_tokens(target.model))

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from dspark_lightning.cli import main
+from dspark_lightning.decoding.records import AnswerRecord
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
 from dspark_lightning.embedded import embedded_path
@@ -27,3 +29,14 @@ def embedded_pair(**changes: Any) -> tuple[HFDSparkTargetModel, DSparkDraft]:
 def export_untrained(folder: Path, **changes: Any) -> Path:
     """Write it as a folder."""
     return export_draft(embedded_pair(**changes)[1], folder / "dspark-draft")
+
+
+def evaluate(draft: Path, *options: str) -> None:
+    defaults = {"--target": "embedded", "--accelerator": "cpu", "--max_new_tokens": "10"}
+    common = [part for pair in defaults.items() if pair[0] not in options for part in pair]
+    main(["evaluate", "--draft", str(draft), *common, *options])
+
+
+def decoded_record(index: int, accepted: list[int]) -> AnswerRecord:
+    whole = [ARGS["block_size"]] * len(accepted)
+    return AnswerRecord("d", index, 0, 6, 24, whole, whole, accepted, None, 1.0, None, None)

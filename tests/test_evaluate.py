@@ -12,18 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from chat_helpers import datasets_cache, write_jsonl  # noqa: F401
-from dspark_lightning.cli import main
 from dspark_lightning.datamodules.loss_mask import ChatRenderer
 from dspark_lightning.datamodules.prompts import Conversation, load_conversations
 from dspark_lightning.datamodules.tokenizer import load_tokenizer
 from dspark_lightning.decoding.generate import speculative_generate
 from dspark_lightning.decoding.records import AnswerRecord, read_records
-from dspark_lightning.decoding.row import DecodedRow
 from dspark_lightning.drafts.base import DSparkDraft
-from dspark_lightning.drafts.registry import build_draft_model
 from dspark_lightning.evaluation.evaluate import play_all
 from dspark_lightning.evaluation.pair import pair_up
 from dspark_lightning.evaluation.play import DecodeSettings, Player
@@ -31,10 +27,8 @@ from dspark_lightning.evaluation.summary import summarise
 from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
 from dspark_lightning.target import HFDSparkTargetModel
-from evaluation_helpers import embedded_pair, export_untrained
-from family_helpers import ARGS, shake
-from helpers import seeded
-from tiny_target import build_tiny_target
+from evaluation_helpers import embedded_pair, evaluate, export_untrained
+from family_helpers import ARGS
 
 QUESTIONS = ["Draft an email from Igor to Gus about the garden meeting in Cairo.", "Count from two to nine."]
 
@@ -118,83 +112,9 @@ def test_a_conversation_that_does_not_fit_is_refused(play: Callable[..., list[An
         play(conversation(QUESTIONS[0]), max_new_tokens=100000)
 
 
-def outputs_of(target: HFDSparkTargetModel, draft: DSparkDraft, runs: int) -> list[tuple[Tensor, DecodedRow]]:
-    """Sequences [1, S + L] sampled at temperature 1 behind different prompts of 6 tokens."""
-    generator, outputs = torch.Generator().manual_seed(0), []
-    for _ in range(runs):
-        prompt = torch.randint(6, 12, (6,), generator=generator)
-        row = DecodedRow(target, draft, prompt, 1.0, generator=generator)
-        row.run(25, set())
-        outputs.append((torch.cat([prompt, torch.tensor(row.tokens)]).unsqueeze(0), row))
-    return outputs
-
-
-def teacher_forced(target: HFDSparkTargetModel, draft: DSparkDraft, ids: Tensor, anchors: list[int]) -> Tensor:
-    """Acceptance at the first position behind each anchor, as in training."""
-    ones, places = torch.ones_like(ids), torch.tensor([anchors])
-    with torch.no_grad():
-        keep = torch.ones_like(places).bool()
-        out = draft(**vars(target.generate_batch(ids, ones, ones)), anchor_positions=places, block_keep_mask=keep)
-    p, q = out.draft_logits[0, :, 0].softmax(-1), out.aligned_target_logits[0, :, 0].softmax(-1)
-    return 1 - (p - q).abs().sum(-1) / 2
-
-
-def round_starts(row: DecodedRow) -> list[int]:
-    """Positions of the anchors of an answer behind 6 prompt tokens, of rounds that proposed anything."""
-    accepted = [each.accepted for each in row.rounds]
-    return [6 + sum(accepted[:i]) + i for i, each in enumerate(row.rounds) if each.proposed]
-
-
-@pytest.fixture(scope="module")
-def sampled() -> tuple[HFDSparkTargetModel, list[DSparkDraft], list[tuple[Tensor, DecodedRow]]]:
-    """A target, two drafts, of which the second agrees with it much less, and what is decoded with the first."""
-    model, drafts = build_tiny_target("qwen3", vocab_size=12), []
-    for _ in range(2):
-        with seeded(1):
-            draft = build_draft_model(model.config, **ARGS)
-        draft.initialize_embeddings_and_head(model.get_input_embeddings(), model.get_output_embeddings())
-        shake(draft)
-        drafts.append(draft)
-    with torch.no_grad():
-        drafts[1].norm.weight.mul_(-1)
-    target = HFDSparkTargetModel(model, drafts[0].target_layer_ids)
-    return target, drafts, outputs_of(target, drafts[0], 80)
-
-
-@pytest.mark.parametrize("everywhere", [False, True], ids=["where rounds began", "at every token"])
-def test_acceptance_of_training_is_that_of_decoding(everywhere: bool, sampled: Any) -> None:
-    """Teacher-forced accept_rate@1 on what the target says at temperature 1, in the interval of the decoded one."""
-    target, drafts, outputs = sampled
-    records = [recorded(i, row) for i, (_, row) in enumerate(outputs)]
-    low, high = summarise(records, ARGS["block_size"])["conditional_intervals"][0]
-    rates = []
-    for draft in drafts:
-        places = [list(range(6, ids.shape[1] - 1)) if everywhere else round_starts(row) for ids, row in outputs]
-        parts = [teacher_forced(target, draft, ids, p) for (ids, _), p in zip(outputs, places, strict=True)]
-        rates.append(torch.cat(parts).mean().item())
-    assert low < rates[0] < high and high - low < 0.1, (low, rates, high)
-    assert not low < rates[1] < high, (low, rates, high)
-
-
-def recorded(index: int, row: DecodedRow) -> AnswerRecord:
-    proposed, judged, accepted, _ = map(list, zip(*row.rounds, strict=True))
-    return AnswerRecord("d", index, 0, 6, len(row.tokens), proposed, judged, accepted, None, 1.0, None, None)
-
-
-def decoded_record(index: int, accepted: list[int]) -> AnswerRecord:
-    whole = [ARGS["block_size"]] * len(accepted)
-    return AnswerRecord("d", index, 0, 6, 24, whole, whole, accepted, None, 1.0, None, None)
-
-
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_untrained(tmp_path_factory.mktemp("run"))
-
-
-def evaluate(draft: Path, *options: str) -> None:
-    defaults = {"--target": "embedded", "--accelerator": "cpu", "--max_new_tokens": "10"}
-    common = [part for pair in defaults.items() if pair[0] not in options for part in pair]
-    main(["evaluate", "--draft", str(draft), *common, *options])
 
 
 def test_the_command_writes_all_it_says(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,80 +246,6 @@ def test_a_threshold_needs_a_confidence_head(tmp_path: Path, capsys: pytest.Capt
     assert "confidence_threshold 0.5 needs a draft with a confidence head" in capsys.readouterr().err
 
 
-def test_calibrate_writes_temperatures(exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate(exported, "--data", "embedded", "--limit", "8", "--compare", "false", "--output", str(tmp_path))
-    main(["calibrate", "--records", str(tmp_path / "records.jsonl")])
-    result = json.loads((tmp_path / "calibration.json").read_text())
-    assert {"temperatures", "dataset", "num_samples", "ece_before", "ece_after"} <= result.keys()
-    assert len(result["temperatures"]) == 4 and result["dataset"] == "embedded"
-    printed = capsys.readouterr().out
-    assert f"mean ECE {result['ece_before']:.4f} before, {result['ece_after']:.4f} after" in printed
-    if result["ece_after"] < result["ece_before"]:
-        assert f"Next: dspark schedule --records {tmp_path / 'records.jsonl'} --temperatures" in printed
-    else:
-        assert "They do not help on the other conversations" in printed
-
-
-@pytest.mark.parametrize(
-    ("lines", "options", "error"),
-    [
-        (None, [], "cannot read the decode records"),
-        ([], [], "holds no decode records"),
-        (["{"], [], "rows.jsonl:1 is no decode record"),
-        ([{"dataset": "d"}], [], "rows.jsonl:1 is no decode record"),
-        ([asdict(decoded_record(0, [5]))], [], "a round proposed 4 tokens, of which 4 were judged and 5 accepted"),
-        ([asdict(decoded_record(0, [1]))], [], "holds no confidences: the draft has no confidence head"),
-        (
-            [asdict(decoded_record(0, [1, 1])) | {"proposed": [2, 4], "judged": [2, 4]}],
-            [],
-            "blocks that were cut: decode with whole blocks",
-        ),
-        ([asdict(decoded_record(0, [1]))], ["--holdout", "1.5"], "holdout must lie between 0 and 1, got 1.5"),
-    ],
-)
-def test_records_that_cannot_be_calibrated(
-    lines: list[Any] | None, options: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "rows.jsonl"
-    if lines is not None:
-        write_jsonl(path, lines)
-    with pytest.raises(SystemExit):
-        main(["calibrate", "--records", str(path), *options])
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert error in line
-    assert not (tmp_path / "calibration.json").exists()
-
-
-def test_a_folder_is_never_replaced_by_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept/file").write_text("mine")
-    row = asdict(decoded_record(0, [1])) | {"confidence": [[0.0] * 4]}
-    path = write_jsonl(tmp_path / "rows.jsonl", [row, row | {"conversation": 1}])
-    with pytest.raises(SystemExit):
-        main(["calibrate", "--records", path, "--output", str(tmp_path / "kept")])
-    assert f"{str(tmp_path / 'kept')!r} is a folder: give the file to write" in capsys.readouterr().err
-    assert (tmp_path / "kept/file").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("confidence", "error"),
-    [
-        ("[[NaN, 0, 0, 0]]", "has confidence[0][0] nan, must be a finite number"),
-        ("[[null, 0, 0, 0]]", "has confidence[0][0] None, must be a number"),
-        ("[null]", "has confidence[0] None, must be a list"),
-        ("[[0, 0]]", "confidence is not one list of K numbers for each round"),
-    ],
-)
-def test_confidences_that_are_none(
-    confidence: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = json.dumps(asdict(decoded_record(0, [1]))).replace('"confidence": null', f'"confidence": {confidence}')
-    with pytest.raises(SystemExit):
-        main(["calibrate", "--records", write_jsonl(tmp_path / "rows.jsonl", [line])])
-    (message,) = capsys.readouterr().err.strip().splitlines()
-    assert message.endswith(f"rows.jsonl:1 is no decode record as dspark evaluate writes them: {error}")
-
-
 def test_a_draft_that_holds_nan_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = export_untrained(tmp_path)
     weights = load_file(draft / "model.safetensors")
@@ -418,13 +264,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_decoding(
     with pytest.raises(SystemExit):
         evaluate(exported, "--data", "embedded", "--output", str(tmp_path / "file" / "inside"))
     assert f"{str(tmp_path / 'file')!r} is a file" in capsys.readouterr().err
-
-
-def test_one_conversation_cannot_be_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = asdict(decoded_record(0, [1])) | {"confidence": [[0.0] * 4]}
-    with pytest.raises(SystemExit):
-        main(["calibrate", "--records", write_jsonl(tmp_path / "rows.jsonl", [record])])
-    assert "holds 1 conversation(s), which holdout 0.5 cannot split: evaluate more" in capsys.readouterr().err
 
 
 def test_the_embedded_conversations_are_the_held_out_ones() -> None:

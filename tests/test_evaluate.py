@@ -169,6 +169,8 @@ def test_two_processes_report_what_one_does(exported: Path, tmp_path: Path) -> N
         assert run.returncode == 0, run.stderr[-3000:]
         results.append(json.loads((tmp_path / devices / "evaluation.json").read_text()))
     one, two = results
+    for summary in (each for run in results for each in (run["overall"], *run["datasets"].values())):
+        assert summary.pop("tokens_per_second") > 0
     assert (one["overall"], one["datasets"]) == (two["overall"], two["datasets"])
     assert two["machine"]["processes"] == 2 and one["overall"]["answers"] == 5
     assert untimed(read_records(tmp_path / "1/records.jsonl")) == untimed(read_records(tmp_path / "2/records.jsonl"))

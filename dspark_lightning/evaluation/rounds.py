@@ -113,4 +113,4 @@ def ratio_interval(
     ratio = top.sum() / below.sum()
     variance = ((top - ratio * below) ** 2).sum() * groups / (groups - 1) / below.sum() ** 2
     half = 1.96 * float(np.sqrt(variance))
-    return [max(least, float(ratio - half)), min(most, float(ratio + half))]
+    return [max(float(least), float(ratio - half)), min(float(most), float(ratio + half))]

@@ -11,6 +11,7 @@ import numpy as np
 from dspark_lightning.decoding.records import AnswerRecord, block_size, check_whole_blocks
 from dspark_lightning.decoding.row import Round
 from dspark_lightning.decoding.sps import Floats, Ints
+from dspark_lightning.evaluation.reliability import sigmoid
 
 
 @dataclass(frozen=True)
@@ -79,5 +80,5 @@ def _confidence(rounds: Sequence[Round], size: int, temperatures: Sequence[float
             f"{len(temperatures)} temperatures do not fit blocks of {size} tokens: take those of this draft"
         )
     scaled = np.array(logits) / (1.0 if temperatures is None else np.array(temperatures))
-    values = np.exp(-np.logaddexp(0.0, -scaled))  # the sigmoid, for large logits too
-    return np.where(np.arange(size) < np.array([each.proposed for each in rounds])[:, None], values, np.nan)
+    proposed = np.array([each.proposed for each in rounds])
+    return np.where(np.arange(size) < proposed[:, None], sigmoid(scaled), np.nan)

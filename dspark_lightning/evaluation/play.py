@@ -75,7 +75,6 @@ class Player:
             answer = self.renderer.tokenizer.decode(tokens, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": answer})
 
-    @torch.no_grad()
     def warm_up(self, conversation: Conversation) -> None:
         """Decode a little and forget it, so that what the first call costs falls on no answer."""
         prompt = self._prompt(
@@ -84,7 +83,6 @@ class Player:
         self._decode(prompt, 2 * self.draft.block_size, self._generator("warm-up"))
         self._decode_plainly(prompt, 2, self._generator("warm-up"))
 
-    @torch.no_grad()
     def _answer(self, conversation: Conversation, turn: int, prompt: Tensor) -> tuple[AnswerRecord, list[int]]:
         place, most = f"{conversation.dataset}/{conversation.index}/{turn}", self.settings.max_new_tokens
         start = self._clock()

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
 
@@ -35,7 +36,8 @@ class DecodeAcceptance(Callback):
     """Play conversations and log what `dspark evaluate` reports of them: `val/...` in a fit, `test/...` in a test.
 
     The prompts are rendered by the datamodule's template. The ranks share the conversations; only where the target is
-    split over them do all play all, for they have to run it together. The numbers are the same either way.
+    split over them do all play all, for they have to run it together. The numbers are the same either way. Where the
+    target is not loaded, since the features come from a cache, it warns and decodes nothing.
 
     Args:
         data: what `dspark evaluate` takes: files with turns, prompts or messages, a hub id, or "embedded".
@@ -73,8 +75,9 @@ class DecodeAcceptance(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run does not evaluate the step it starts from."""
-        del pl_module
         self._evaluated_step = trainer.global_step
+        if pl_module.target is None:
+            rank_zero_warn("DecodeAcceptance needs the target, which this run does not load: it decodes nothing")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -82,7 +85,7 @@ class DecodeAcceptance(Callback):
         """Evaluate every n optimizer steps, once for all micro-batches of a step."""
         del outputs, batch, batch_idx
         step = trainer.global_step
-        if step % self.every_n_steps or step == self._evaluated_step:
+        if step % self.every_n_steps or step == self._evaluated_step or pl_module.target is None:
             return
         self._evaluated_step = step
         values = self._decode(trainer, pl_module, "val")
@@ -91,6 +94,8 @@ class DecodeAcceptance(Callback):
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate once."""
+        if pl_module.target is None:
+            return
         pl_module.log_dict(self._decode(trainer, pl_module, "test"))
 
     def _decode(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> dict[str, float]:

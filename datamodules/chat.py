@@ -125,14 +125,19 @@ class ChatDataModule(LightningDataModule):
         """Renders conversations as they are trained. Needs `setup`."""
         return self._encoder.renderer
 
+    @property
+    def rows(self) -> dict[str, RowSet]:
+        """The rows kept, by split: "train", "val". Needs `setup`."""
+        return self._rows
+
     def prepare_data(self) -> None:
         """Encode the rows on one process of each node, so that the others find them in the cache."""
         function = self.trainer.state.fn if self.trainer else None
-        self._load(function.value if function else "fit")
+        self.load(function.value if function else "fit")
 
     def setup(self, stage: str) -> None:
         """Load the rows of a stage: "fit", "validate" or "test"."""
-        self._load(stage)
+        self.load(stage)
         if stage == "fit":
             progress = partial(_progress, self.trainer) if self.trainer else None
             self._sampler = self._new_sampler(self._rows["train"], shuffle=True, progress=progress)
@@ -174,7 +179,8 @@ class ChatDataModule(LightningDataModule):
         row = rows.encoded(index)
         return preview(self._encoder.renderer.tokenizer, row["input_ids"], row["loss_mask"])
 
-    def _load(self, stage: str) -> None:
+    def load(self, stage: str) -> None:
+        """Read and encode the rows of a stage, unless that is done."""
         settings = self._resolve()
         if settings != getattr(self, "_settings", None):
             self._settings, self._encoder, self._rows = settings, self._new_encoder(settings), {}
@@ -254,13 +260,15 @@ class ChatDataModule(LightningDataModule):
             rows,
             batch_size=self.batch_size,
             sampler=sampler,
-            collate_fn=self._collate_fn(),
+            collate_fn=self.collate_for(rows),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
 
-    def _collate_fn(self) -> Callable[[Any], dict[str, torch.Tensor]]:
+    def collate_for(self, rows: RowSet) -> Callable[[Any], dict[str, torch.Tensor]]:
+        """What makes batches of rows. Needs `setup`."""
+        del rows
         pad_token_id = padding_token_id(self._encoder.renderer.tokenizer)
         return partial(collate_rows, pad_token_id=pad_token_id, max_length=self.max_length)
 

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
@@ -44,6 +45,11 @@ class RowSet(TorchDataset[dict[str, Any]]):
         """A column of scalars, of the kept rows."""
         column: npt.NDArray[Any] = self.table.data.column(name).to_numpy()
         return column[self.kept]
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each kept row."""
+        lengths: npt.NDArray[np.int64] = pc.list_value_length(self.table.data.column("input_ids")).to_numpy()
+        return lengths[self.kept].astype(np.int64)
 
     def without_rows_of(self, other: "RowSet") -> Self:
         """The rows whose token ids no row of `other` has."""

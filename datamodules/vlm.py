@@ -69,7 +69,9 @@ class VLMDataModule(ChatDataModule):
         table = self._encoder.encode(source)
         return VlmRowSet(name, table, np.arange(len(table)), source=source)
 
-    def _collate_fn(self) -> Callable[[Any], dict[str, Tensor]]:
+    def collate_for(self, rows: RowSet) -> Callable[[Any], dict[str, Tensor]]:
+        """What makes batches of rows. Needs `setup`."""
+        del rows
         return partial(_collate, collator=cast(VlmRowEncoder, self._encoder).collator)
 
 

@@ -28,6 +28,7 @@ from dspark_lightning.export import (
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.tools.calibrate import calibrate
 from dspark_lightning.tools.evaluate import evaluate
+from dspark_lightning.tools.precompute import precompute
 from dspark_lightning.tools.report import report
 from dspark_lightning.tools.schedule import schedule
 
@@ -128,6 +129,12 @@ TOOLS: dict[str, Callable[..., None]] = {
 }
 
 
+LIGHTNING_TOOLS: dict[str, Callable[[Sequence[str], Callable[[list[str]], LightningCLI]], None]] = {
+    "precompute": precompute,
+}
+"""Tools that take the configuration of a fit: called with the command line and with what builds its objects."""
+
+
 def main(args: ArgsType = None) -> None:
     """Run `dspark SUBCOMMAND ...`; errors in what the user gave end with one line on stderr and exit code 2."""
     # Lightning's and torch's own calls: nothing for the user to do
@@ -143,13 +150,15 @@ def main(args: ArgsType = None) -> None:
     try:
         if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
             run_tool(argv[0], list(argv[1:]))
+        elif isinstance(argv, Sequence) and argv and argv[0] in LIGHTNING_TOOLS:
+            LIGHTNING_TOOLS[argv[0]](argv[1:], lambda rest: run_lightning(rest, run=False))
         elif (
             isinstance(argv, Sequence)
             and argv
             and not argv[0].startswith("-")
             and argv[0] not in DSparkCLI.subcommands()
         ):
-            known = ", ".join([*DSparkCLI.subcommands(), *TOOLS])
+            known = ", ".join([*DSparkCLI.subcommands(), *TOOLS, *LIGHTNING_TOOLS])
             raise ValueError(f"there is no command {argv[0]!r}; known are {known}")
         else:
             run_lightning(args)
@@ -224,7 +233,7 @@ def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:
         parser_kwargs={
             "version": __version__,
             "description": "Train DSpark drafters with Lightning. "
-            f"Tools beside the subcommands below: {', '.join(TOOLS)} (dspark TOOL --help).",
+            f"Tools beside the subcommands below: {', '.join([*TOOLS, *LIGHTNING_TOOLS])} (dspark TOOL --help).",
         },
         args=args,
         run=run,

@@ -29,3 +29,8 @@ def unboxed(value: T) -> T:
 def host_copies(batch: Mapping[str, Any]) -> dict[str, OnHost]:
     """What anchors are sampled from and masks are made of, boxed."""
     return {name: OnHost(batch[name].cpu()) for name in _NEEDED if name in batch}
+
+
+def boxes_of(batch: Mapping[str, Any]) -> dict[str, OnHost]:
+    """The boxes that a batch came with, or new ones."""
+    return batch["on_host"] if "on_host" in batch else host_copies(batch)

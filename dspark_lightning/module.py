@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,7 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import AttentionKind, check_attention
+from dspark_lightning.building import new_draft
 from dspark_lightning.callbacks import AcceptanceMetrics, RankAgreement, RopePrecisionCheck
+from dspark_lightning.capture import capture
 from dspark_lightning.checkpoints import name_optimizer_states, prepare_checkpoints
 from dspark_lightning.datamodules.resume import settle_progress
 from dspark_lightning.delivery import Delivery, all_or_none, from_rank_0, reads_for_others
@@ -27,21 +30,22 @@ from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.config import DraftArgs
 from dspark_lightning.drafts.registry import resolve_dspark_draft_spec
 from dspark_lightning.drafts.spec import DraftSpec
-from dspark_lightning.export import load_draft_weights
-from dspark_lightning.host import OnHost, host_copies
+from dspark_lightning.features.stored_target import StoredTarget, stored_target
+from dspark_lightning.host import OnHost, boxes_of, host_copies
 from dspark_lightning.identity import check_identity
 from dspark_lightning.loading import is_quantized, load_empty_target, load_target, load_target_config
 from dspark_lightning.loss import EPS, check_loss_arguments, compute_dspark_loss
 from dspark_lightning.outputs import DSparkForwardOutput, DSparkHiddenOutput, OutputKind
-from dspark_lightning.schedule import warmup_cosine
+from dspark_lightning.precision import target_dtype
+from dspark_lightning.schedule import group_settings, restore_settings, warmup_cosine
 from dspark_lightning.sharding import data_parallel_mesh, gathered, shard_draft, shard_target
-from dspark_lightning.target import HFDSparkTargetModel, is_right_padded
+from dspark_lightning.target import DSparkTargetBatch, HFDSparkTargetModel
 
 # Lightning finds the hook below worth a warning wherever a datamodule is used; nothing is wrong with that.
 warnings.filterwarnings("ignore", message=r".*overridden `on_before_batch_transfer` in `LightningModule`")
 
-_DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 _BATCH_KEYS = ("input_ids", "attention_mask", "loss_mask", "row_id")
+_NOT_BUILT = "the draft is not built yet: call configure_model() first, or run through a Trainer"
 
 
 def default_optimizer(params: Iterable[Any]) -> Optimizer:
@@ -149,9 +153,8 @@ class DSparkModule(LightningModule):
             ValueError: the target cannot be read, or not this way: `device_map` beside several processes on this
                 machine, a quantised target that would have to be split.
         """
-        hp, dtype = self.hparams, torch.float32
+        hp, dtype = self.hparams, target_dtype(self._trainer)
         if self._trainer is not None:
-            dtype = _DTYPES.get(self.trainer.precision.partition("-")[0], torch.float32)
             processes = self.trainer.num_devices
             if hp["device_map"] is not None and processes > 1:
                 raise ValueError(
@@ -180,6 +183,24 @@ class DSparkModule(LightningModule):
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         check_attention(self.hparams["attention"], device)  # before gigabytes are read
         mesh = data_parallel_mesh(self.device_mesh)
+        stored = stored_target(self._trainer)
+        draft = (
+            self._build_pair(device, mesh)
+            if stored is None
+            else self._build_draft(stored.to(device, target_dtype(self._trainer)))
+        )
+        self.draft = shard_draft(draft, mesh) if self._shards else draft
+
+    def _build_draft(self, stored: StoredTarget) -> DSparkDraft:
+        """The draft for features from a cache, which also keeps all that it needs of the target."""
+        spec = self._resolve_spec(stored.config)
+        config = spec.build_config(stored.config, self.draft_args)
+        stored.check_layer_ids(config.target_layer_ids)
+        self._fingerprint = stored.fingerprint
+        return new_draft(spec, config, stored.embed_tokens, stored.lm_head, self.hparams)
+
+    def _build_pair(self, device: torch.device, mesh: DeviceMesh | None) -> DSparkDraft:
+        """The target, at its place on the devices, and the draft for it."""
         model = all_or_none(self.load_target)
         spec = self._resolve_spec(model.config)
         config = spec.build_config(model.config, self.draft_args)
@@ -190,33 +211,19 @@ class DSparkModule(LightningModule):
         if not mapped:
             deliver(model.get_input_embeddings())
             deliver(cast(nn.Module, model.get_output_embeddings()))
-        draft = self._new_draft(spec, config, target)
+        draft = new_draft(spec, config, target.embed_tokens, target.lm_head, self.hparams)
         if self._shards and self.hparams["shard_target"] and not mapped:
             shard_target(target, mesh, deliver)
         elif not mapped:
             deliver(cast(nn.Module, model))
-        self.target, self.draft = target, shard_draft(draft, mesh) if self._shards else draft
+        self.target = target
+        return draft
 
     @property
     def _shards(self) -> bool:
         """Whether the strategy splits models over ranks."""
         strategy = None if self._trainer is None else self.trainer.strategy
         return isinstance(strategy, (FSDPStrategy, ModelParallelStrategy))
-
-    def _new_draft(self, spec: DraftSpec, config: PretrainedConfig, target: HFDSparkTargetModel) -> DSparkDraft:
-        with torch.random.fork_rng():  # the initial weights follow from `seed` alone, on every rank
-            torch.manual_seed(self.hparams["seed"])
-            draft = spec.model_class(config)
-        draft.initialize_embeddings_and_head(embed_tokens=target.embed_tokens, lm_head=target.lm_head)
-        if self.hparams["draft_init"] is not None:
-            load_draft_weights(draft, self.hparams["draft_init"])
-        draft.attention = self.hparams["attention"]
-        if self.hparams["activation_checkpointing"]:
-            draft.checkpoint_activations()
-        if self.hparams["torch_compile"]:
-            for layer in draft.layers:
-                layer.compile()
-        return draft
 
     def _resolve_spec(self, config: PretrainedConfig) -> DraftSpec:
         spec = resolve_dspark_draft_spec([*(config.architectures or ()), config.model_type])
@@ -249,22 +256,14 @@ class DSparkModule(LightningModule):
         scheduler = warmup_cosine(
             optimizer, int(total_steps), self.hparams["warmup_ratio"], self.hparams["min_lr_ratio"]
         )
-        self._configured_groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ]
+        self._configured_groups = group_settings(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_start(self) -> None:
         """Make this run's optimizer settings hold: a resumed checkpoint has just put back its own."""
-        if not self._configured_groups:  # a subclass brings its own configure_optimizers
-            return
-        optimizer = self.trainer.optimizers[0]
-        scheduler = cast(LambdaLR, self.trainer.lr_scheduler_configs[0].scheduler)
-        scheduler.base_lrs = [group["initial_lr"] for group in self._configured_groups]
-        factor = scheduler.lr_lambdas[0](scheduler.last_epoch)
-        for group, configured in zip(optimizer.param_groups, self._configured_groups, strict=True):
-            group.update(configured)
-            group["lr"] = configured["initial_lr"] * factor
+        if self._configured_groups:  # a subclass may bring its own configure_optimizers
+            scheduler = cast(LambdaLR, self.trainer.lr_scheduler_configs[0].scheduler)
+            restore_settings(self.trainer.optimizers[0], scheduler, self._configured_groups)
 
     # Steps --------------------------------------------------------------------------------------------------------
 
@@ -284,6 +283,10 @@ class DSparkModule(LightningModule):
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
         """As `validation_step`."""
         return self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> DSparkTargetBatch:
+        """The target's features of one batch."""
+        return capture(self.target, batch)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Normalise the gradients by the weights of all supervised slots of the window, over all ranks.
@@ -332,24 +335,17 @@ class DSparkModule(LightningModule):
         missing = [key for key in _BATCH_KEYS if key not in batch]
         if missing:
             raise ValueError(f"the batch has no {missing[0]!r}: a datamodule must give {', '.join(_BATCH_KEYS)}")
-        if self.draft is None or self.target is None:
-            raise RuntimeError("the draft is not built yet: call configure_model() first, or run through a Trainer")
-        on_host = batch["on_host"] if "on_host" in batch else host_copies(batch)
-        host: dict[str, Tensor] = {name: box.tensor for name, box in on_host.items()}
+        if self.draft is None:
+            raise RuntimeError(_NOT_BUILT)
+        on_host = boxes_of(batch)
+        host = {name: box.tensor for name, box in on_host.items()}
         generators = [row_generator(self.hparams["seed"], epoch, row) for row in host["row_id"].tolist()]
         mask, remaining = host["loss_mask"], host.get("doc_remaining")
         anchors, keep = sample_anchor_positions(
             mask.shape[1], mask, self.draft.num_anchors, "cpu", remaining, generators
         )
         used = max(1, int(keep.sum(dim=-1).max()))  # places that no row fills would cost the heads full compute
-        captured = self.target.generate_batch(
-            batch["input_ids"],
-            None if is_right_padded(host["attention_mask"]) else batch["attention_mask"],
-            mask,
-            batch.get("position_ids"),
-            **{name: values for name, values in batch.items() if name in self.target.media_arguments},
-            seq_lens=host.get("seq_lens"),
-        )
+        captured = capture(self.target, batch)
         boxes = {name: box for name, box in on_host.items() if name != "row_id"}
         boxes |= {"anchor_positions": OnHost(anchors[:, :used]), "block_keep_mask": OnHost(keep[:, :used])}
         drafted: DSparkForwardOutput | DSparkHiddenOutput = self.draft(**vars(captured) | boxes, output=output)
@@ -372,8 +368,8 @@ class DSparkModule(LightningModule):
 
     def identity(self) -> dict[str, Any]:
         """What this run trains for; saved with every checkpoint and compared on load."""
-        if self.draft is None or self.target is None:
-            raise RuntimeError("the draft is not built yet: call configure_model() first, or run through a Trainer")
+        if self.draft is None:
+            raise RuntimeError(_NOT_BUILT)
         return {
             "target": self.hparams["target"],
             "target_fingerprint": self._fingerprint,

@@ -1,0 +1,124 @@
+"""Beginning a feature cache for the rows of a datamodule, or going on with the one that is there."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_info
+from transformers import AutoConfig, PretrainedConfig
+
+from dspark_lightning.datamodules.chat import ChatDataModule
+from dspark_lightning.datamodules.tokenizer import padding_token_id
+from dspark_lightning.delivery import all_or_none, process_rank
+from dspark_lightning.features.cache import FeatureCache, check_cache_folder, create_cache
+from dspark_lightning.features.estimate import bytes_per_token, check_size
+from dspark_lightning.features.fingerprint import (
+    NORM,
+    Fingerprint,
+    check_fingerprint,
+    config_digest,
+    files_digest,
+    rows_digest,
+    template_fields,
+)
+from dspark_lightning.features.manifest import SplitSize, has_manifest, new_manifest
+from dspark_lightning.features.stored_target import save_target_parts
+from dspark_lightning.loading import target_source
+from dspark_lightning.replace import check_folder
+from dspark_lightning.sharding import full_state_dict
+
+if TYPE_CHECKING:
+    from dspark_lightning.module import DSparkModule
+
+
+def open_or_begin(folder: Path, source: ChatDataModule, module: "DSparkModule", limit_gb: float | None) -> FeatureCache:
+    """The cache in a folder; where there is none, one without features. Every rank has to call this.
+
+    Args:
+        folder: of the cache.
+        source: set up; gives the rows.
+        module: configured, with its target.
+        limit_gb: what the whole cache may take, in 10^9 bytes.
+
+    Raises:
+        ValueError: the cache there was made for something else, the folder is another's, or there is no room; before
+            anything is written.
+    """
+    weights = full_state_dict(module.draft)  # type: ignore[arg-type]  # with the help of all ranks
+    if process_rank() == 0:
+        all_or_none(lambda: _open_or_begin(folder, source, module, weights, limit_gb))
+    else:
+        all_or_none(lambda: None)
+    return all_or_none(lambda: FeatureCache(folder))
+
+
+def _open_or_begin(
+    folder: Path, source: ChatDataModule, module: "DSparkModule", weights: Mapping[str, Any], limit_gb: float | None
+) -> None:
+    check_folder(folder)
+    check_cache_folder(folder)
+    target = module.target
+    if target is None:  # the cache is complete
+        return
+    known = replace(
+        known_of_target(module.hparams),
+        target_config=config_digest(target.model.config),
+        target_weights=module.identity()["target_fingerprint"],
+        target_layer_ids=list(target.target_layer_ids),
+    )
+    fingerprint = fingerprint_of(source, known)
+    if has_manifest(folder):
+        cache = FeatureCache(folder)
+        check_fingerprint(fingerprint, cache.manifest.fingerprint, folder)
+        to_write = {split: cache.rows(split).lengths()[cache.missing(split)] for split in cache.splits}
+        rank_zero_info(check_size(folder, cache.manifest, sum(int(x.sum()) for x in to_write.values()), limit_gb))
+        return
+    tokens = {split: SplitSize(len(rows), int(rows.lengths().sum())) for split, rows in source.rows.items()}
+    hidden = target.model.config.get_text_config().hidden_size
+    per_token = bytes_per_token(len(target.target_layer_ids), hidden)
+    pad = padding_token_id(source.renderer.tokenizer)
+    manifest = new_manifest(module.hparams["target"], fingerprint, tokens, per_token, pad)
+    rank_zero_info(check_size(folder, manifest, sum(size.tokens for size in tokens.values()), limit_gb))
+    save_target_parts(folder, target.model.config, weights["embed_tokens.weight"], weights["lm_head.weight"])
+    create_cache(folder, manifest, source.rows)
+
+
+def fingerprint_of(source: ChatDataModule, known: Fingerprint) -> Fingerprint:
+    """What a run's features depend on.
+
+    Args:
+        source: set up.
+        known: what is known of the target.
+    """
+    return replace(
+        known,
+        **template_fields(source.renderer),
+        max_length=source.max_length,
+        data={split: rows_digest(rows) for split, rows in source.rows.items()},
+    )
+
+
+def known_of_target(hparams: Mapping[str, Any]) -> Fingerprint:
+    """What the files of a module's target tell about it, without loading it."""
+    target = hparams.get("target")
+    config = None if target is None or hparams.get("gguf_file") is not None else _local_config(target)
+    return Fingerprint(
+        target_config=None if config is None else config_digest(config),
+        target_weights=None,
+        target_files=None if target is None else files_digest(target),
+        target_layer_ids=None,
+        norm=NORM,
+        tokenizer=None,
+        chat_template=None,
+        template_options=None,
+        max_length=None,
+        data=None,
+    )
+
+
+def _local_config(target: str) -> PretrainedConfig | None:
+    try:
+        return AutoConfig.from_pretrained(target_source(target), local_files_only=True)  # type: ignore[no-any-return]
+    except (OSError, ValueError):  # not on this machine
+        return None

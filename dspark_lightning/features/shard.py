@@ -1,0 +1,130 @@
+"""One file of a feature cache: whole rows, one behind the other, each with a checksum of its own.
+
+A row can be read and checked by itself, so training in random order never trusts what it has not checked. The content
+hash of a shard covers which rows it holds, where, and their checksums, and through these every byte of them.
+Shapes: R rows, T tokens of all rows, S tokens of a row, F feature layers, H hidden size.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark_lightning.features.hashing import checksum, content_hash
+from dspark_lightning.replace import discard, replace_path, scratch_path
+
+_ROW_TENSORS = ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
+_INDEX = ("row_ids", "offsets", "checksums")
+
+
+class DamagedShard(Exception):
+    """A shard that cannot be used; the message says why, without the file, which the caller knows."""
+
+
+class FeatureRow(NamedTuple):
+    """A row at its true length, nothing padded."""
+
+    input_ids: Tensor  # int32 [S]
+    loss_mask: Tensor  # uint8 [S]
+    target_hidden_states: Tensor  # bf16 [S, F*H]
+    target_last_hidden_states: Tensor  # bf16 [S, H]
+
+    def checksum(self) -> int:
+        """64 bits over every byte."""
+        return checksum(self)
+
+
+class ShardIndex(NamedTuple):
+    """What a shard holds, and where."""
+
+    row_ids: npt.NDArray[np.int64]  # [R]
+    offsets: npt.NDArray[np.int64]  # [R + 1], in tokens
+    checksums: npt.NDArray[np.int64]  # [R]
+
+    def content_hash(self, owner: str) -> str:
+        """Of the shard, as part of the cache `owner`."""
+        return content_hash([owner, *self])
+
+    @classmethod
+    def of(cls, row_ids: Sequence[int], rows: Sequence[FeatureRow]) -> Self:
+        """Index rows that are about to be written in this order."""
+        lengths = [len(row.input_ids) for row in rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        return cls(np.array(row_ids, np.int64), offsets, np.array([row.checksum() for row in rows], np.int64))
+
+
+def write_shard(folder: Path, owner: str, row_ids: Sequence[int], rows: Sequence[FeatureRow]) -> Path:
+    """Write rows as one file, which is there as a whole or not at all; its name follows from which rows it holds.
+
+    Args:
+        folder: of the split.
+        owner: identifies the cache, so that a file strayed from another one is noticed.
+        row_ids: [R].
+        rows: [R].
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    index = ShardIndex.of(row_ids, rows)
+    name = f"{index.row_ids.min():09d}-{content_hash([index.row_ids])[:16]}.safetensors"
+    tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in _ROW_TENSORS}
+    tensors |= {name: torch.from_numpy(getattr(index, name)) for name in _INDEX}
+    path = folder / name
+    scratch = scratch_path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, scratch, metadata={"content_hash": index.content_hash(owner)})
+        with scratch.open("rb") as file:
+            os.fsync(file.fileno())
+        replace_path(scratch, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        discard(scratch)
+    return path
+
+
+def read_index(path: Path, owner: str) -> ShardIndex:
+    """Read what a shard holds.
+
+    Raises:
+        DamagedShard: the file is cut off or changed, or belongs to another cache.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            written = (file.metadata() or {}).get("content_hash")
+            index = ShardIndex(*(file.get_tensor(name).numpy() for name in _INDEX))
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise DamagedShard(f"it cannot be read ({str(error).splitlines()[0]})") from error
+    if (found := index.content_hash(owner)) != written:
+        raise DamagedShard(f"its content hash is {written}, its index gives {found}")
+    return index
+
+
+def read_row(path: Path, start: int, stop: int, checksum: int) -> FeatureRow:
+    """Read one row and check it.
+
+    Args:
+        path: of the shard.
+        start: first token of the row in the shard.
+        stop: the one behind its last.
+        checksum: from the index.
+
+    Raises:
+        DamagedShard: the file is gone or cut off, or the row is not what was written.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            row = FeatureRow(*(file.get_slice(name)[start:stop] for name in _ROW_TENSORS))
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise DamagedShard(f"it cannot be read ({str(error).splitlines()[0]})") from error
+    if row.checksum() != checksum:
+        raise DamagedShard(f"tokens {start} to {stop - 1} do not give the checksum they were written with")
+    return row

@@ -1,0 +1,205 @@
+"""Training from a feature cache: the numbers of training with the target, without the target."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+
+import dspark_lightning.module as module_file
+from dspark_lightning.datamodules import CachedFeatureDataModule, HybridFeatureDataModule
+from dspark_lightning.features.cache import FeatureCache
+from feature_helpers import fill, new_module, new_source, new_trainer, shards
+from helpers import seeded
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("cache") / "features")
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.training: list[float] = []
+        self.validation: list[float] = []
+        self.captured: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        self.training.append(float(outputs["terms"]["loss"]))
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.validation.append(float(outputs["terms"]["loss"]))
+
+
+def losses(datamodule: LightningDataModule, epochs: int = 1, **model: Any) -> Losses:
+    record = Losses()
+    trainer = new_trainer(max_epochs=epochs, callbacks=[record], num_sanity_val_steps=0)
+    with seeded(0):
+        trainer.fit(new_module(**model), datamodule=datamodule)
+    return record
+
+
+def no_target(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("the target was loaded")
+
+
+def test_losses_are_those_of_training_with_the_target(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    online = losses(new_source(), epochs=2)
+    monkeypatch.setattr(module_file, "load_target", no_target)
+    cached = losses(CachedFeatureDataModule(str(cache), batch_size=4), epochs=2)
+
+    assert len(cached.training) == 20 and len(cached.validation) == 4
+    assert cached.training == pytest.approx(online.training, abs=1e-3)
+    assert cached.validation == pytest.approx(online.validation, abs=1e-3)
+    assert cached.training != online.training  # of bf16 features
+
+
+def test_a_hybrid_run_computes_in_its_first_epoch_and_reads_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dspark_lightning.datamodules.hybrid as hybrid_file
+
+    runs: list[int] = []
+    real = hybrid_file.capture
+    monkeypatch.setattr(hybrid_file, "capture", lambda target, batch: runs.append(len(runs)) or real(target, batch))
+    online = losses(new_source(), epochs=3)
+    hybrid = losses(HybridFeatureDataModule(new_source(), str(tmp_path / "cache")), epochs=3)
+
+    assert len(runs) == 10 + 2  # batches of the training and of the validation rows, once each
+    assert hybrid.training[:10] == online.training[:10]
+    assert hybrid.training == pytest.approx(online.training, abs=1e-3)
+    assert hybrid.validation == pytest.approx(online.validation, abs=1e-3)
+    assert FeatureCache(tmp_path / "cache").complete
+
+    monkeypatch.setattr(module_file, "load_target", no_target)
+    again = losses(HybridFeatureDataModule(new_source(), str(tmp_path / "cache")), epochs=3)
+    assert again.training == pytest.approx(online.training, abs=1e-3)
+
+
+def test_a_precomputed_cache_and_one_filled_by_training_hold_the_same(cache: Path, tmp_path: Path) -> None:
+    losses(HybridFeatureDataModule(new_source(), str(tmp_path / "cache")))
+    theirs, ours = FeatureCache(cache), FeatureCache(tmp_path / "cache")
+
+    assert ours.manifest == theirs.manifest
+    rows = ours.rows("train")
+    for i in range(len(rows)):
+        item = rows.encoded(i)
+        asked = ("train", int(item["row_id"]), item["input_ids"], item["loss_mask"])
+        for mine, other in zip(ours.read(*asked), theirs.read(*asked), strict=True):
+            torch.testing.assert_close(mine, other, atol=2e-2, rtol=2e-2)  # one step of bf16, padded differently
+
+
+@pytest.mark.parametrize(
+    ("source", "model", "field"),
+    [
+        ({"max_length": 64}, {}, "max_length 128, this run has 64"),
+        ({"chat_template_kwargs": {"a": 1}}, {}, "template_options"),
+        ({"supervise": "last"}, {}, "template_options"),
+        ({"train_split": "train[:39]"}, {}, "data"),
+        ({}, {"target_layer_ids": [1, 2]}, r"target_layer_ids \[1, 3\], this run has \[1, 2\]"),
+    ],
+)
+def test_another_run_is_refused_with_both_values(
+    cache: Path, source: dict[str, Any], model: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"was made with {field}"):
+        losses(HybridFeatureDataModule(new_source(**source), str(cache)), **model)
+
+
+def test_other_layers_are_refused_without_the_source(cache: Path) -> None:
+    with pytest.raises(ValueError, match=r"was made with target_layer_ids \[1, 3\], this run has \[2, 3\]"):
+        losses(CachedFeatureDataModule(str(cache)), target_layer_ids=[2, 3])
+
+
+def test_a_target_that_was_trained_further_is_refused_without_loading_it(cache: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from dspark_lightning.embedded import embedded_path
+
+    target = tmp_path / "target"
+    shutil.copytree(embedded_path(), target)
+    losses(CachedFeatureDataModule(str(cache)), target=str(target))  # the same files elsewhere
+    weights = {name: tensor * 1.01 for name, tensor in load_file(target / "model.safetensors").items()}
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ValueError, match=r"was made with target_files '.*', this run has '.*'"):
+        losses(CachedFeatureDataModule(str(cache)), target=str(target))
+
+
+def test_the_mask_token_must_not_be_in_the_cached_rows(cache: Path) -> None:
+    used = int(FeatureCache(cache).rows("train").encoded(0)["input_ids"][3])
+
+    with pytest.raises(ValueError, match=f"contains the mask_token_id {used}"):
+        losses(CachedFeatureDataModule(str(cache), batch_size=4), mask_token_id=used)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "lost"])
+def test_damaged_shards_are_named_and_made_anew(
+    cache: Path, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    copy = tmp_path / "cache"
+    shutil.copytree(cache, copy)
+    (shard,) = shards(copy)
+    whole = shard.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    if damage == "lost":
+        shard.unlink()
+    else:
+        shard.write_bytes(whole[:5000] if damage == "cut" else bytes(flipped))
+    reason = {"cut": "is damaged: it cannot be read", "flip": "checksum", "lost": "lacks 40 train rows"}[damage]
+    with pytest.raises(ValueError, match=rf"{reason}.*dspark precompute (rebuilds|completes) it"):
+        losses(CachedFeatureDataModule(str(copy), batch_size=4))
+
+    if damage == "lost":
+        fill(copy)
+    else:
+        with pytest.warns(UserWarning, match=f"{shard.name}' is damaged and will be computed again"):
+            fill(copy)
+
+    assert FeatureCache(copy).complete and not FeatureCache(copy).verify()
+    assert shards(copy)[0].name == shard.name and shards(copy)[0].read_bytes() == whole
+
+
+def test_rows_with_nan_features_are_refused_by_name(cache: Path, tmp_path: Path) -> None:
+    token = int(FeatureCache(cache).rows("train").encoded(6)["input_ids"][9])
+
+    class Broken(type(new_module())):  # type: ignore[misc]
+        def load_target(self) -> Any:
+            model = super().load_target()
+            with torch.no_grad():
+                model.get_input_embeddings().weight[token] = torch.nan
+            return model
+
+    with pytest.raises(ValueError, match=r"NaN or infinite target_hidden_states of (train|val) row \d+, from token"):
+        fill(tmp_path / "cache", new_source(), Broken(**dict(new_module().hparams)))
+
+    assert not shards(tmp_path / "cache")
+
+
+def test_a_cache_that_has_no_room_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    datamodule = HybridFeatureDataModule(new_source(), str(tmp_path / "cache"), limit_gb=0.001)
+
+    with pytest.raises(ValueError, match=r"48 rows, [\d,]+ tokens of 773 bytes: \d\.\d\d MB, more than limit_gb 0.001"):
+        losses(datamodule)
+
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_manifest_says_what_the_rows_are(cache: Path) -> None:
+    manifest = json.loads((cache / "manifest.json").read_text())
+    source = new_source()
+    source.trainer = new_trainer()
+    source.trainer.strategy._lightning_module = new_module()
+    source.setup("fit")
+
+    assert manifest["splits"]["train"] == {"rows": 40, "tokens": int(source.rows["train"].lengths().sum())}
+    assert manifest["bytes_per_token"] == 2 * 3 * 128 + 5
+    assert manifest["fingerprint"]["target_layer_ids"] == [1, 3]

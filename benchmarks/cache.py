@@ -30,7 +30,7 @@ from dspark_lightning.tools.machine import describe_machine
 BATCH, TOKENS = 2, 256
 """Rows of a batch, and tokens of each: all supervised but the first."""
 
-ROWS = 32
+ROWS = 16
 """Of the cache."""
 
 HEADER = ("", "with it ms", "without ms", "ratio")

@@ -11,7 +11,7 @@ import jsonargparse
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 # Importing these makes their short names known to the command line.
@@ -74,6 +74,15 @@ class DSparkCLI(LightningCLI):
                 raise ValueError("ckpt_path is not set: the draft would have random weights; give --ckpt_path")
         elif ckpt_path not in ("best", "last", "hpc"):
             check_checkpoint(ckpt_path, type(self.trainer.strategy))
+
+
+class PartsCLI(DSparkCLI):
+    """Builds trainer, module and datamodule for a tool, from any configuration of a fit, also one that a run saved."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Take the arguments of `fit` itself, which build nothing."""
+        for name in ("ckpt_path", "weights_only"):
+            parser.add_argument(f"--{name}", help="of fit; not used here")
 
 
 class SaveConfig(SaveConfigCallback):
@@ -220,9 +229,9 @@ def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:
 
     Args:
         args: command line; None reads sys.argv.
-        run: False only builds them (`.trainer`, `.model`, `.datamodule`).
+        run: False only builds them (`.trainer`, `.model`, `.datamodule`); the command line is then without subcommand.
     """
-    return DSparkCLI(
+    return (DSparkCLI if run else PartsCLI)(
         DSparkModule,
         LightningDataModule,
         subclass_mode_model=True,

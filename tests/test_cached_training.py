@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 
 import dspark_lightning.module as module_file
-from dspark_lightning.datamodules import CachedFeatureDataModule, HybridFeatureDataModule
+from dspark_lightning.datamodules import CachedFeatureDataModule, HybridFeatureDataModule, VLMDataModule
 from dspark_lightning.features.cache import FeatureCache
 from feature_helpers import fill, new_module, new_source, new_trainer, shards
 from helpers import seeded
@@ -203,3 +203,19 @@ def test_the_manifest_says_what_the_rows_are(cache: Path) -> None:
     assert manifest["splits"]["train"] == {"rows": 40, "tokens": int(source.rows["train"].lengths().sum())}
     assert manifest["bytes_per_token"] == 2 * 3 * 128 + 5
     assert manifest["fingerprint"]["target_layer_ids"] == [1, 3]
+
+
+@pytest.mark.slow
+def test_rows_with_pictures_are_cached_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def source() -> VLMDataModule:
+        splits = {"train_split": "train[:12]", "val_split": "train[:4]"}
+        return VLMDataModule("embedded", "embedded", max_length=80, batch_size=4, **splits)
+
+    model = {"target": "embedded-pictures", "target_layer_ids": None}
+    fill(tmp_path / "cache", source(), new_module(**model))
+    online = losses(source(), epochs=2, **model)
+    monkeypatch.setattr(module_file, "load_target", no_target)
+    cached = losses(CachedFeatureDataModule(str(tmp_path / "cache"), batch_size=4), epochs=2, **model)
+
+    assert cached.training == pytest.approx(online.training, abs=1e-3)
+    assert cached.validation == pytest.approx(online.validation, abs=1e-3)

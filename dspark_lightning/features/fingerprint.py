@@ -72,7 +72,13 @@ def check_fingerprint(current: Fingerprint, saved: Fingerprint, folder: Path) ->
 
 def config_digest(config: PretrainedConfig) -> str:
     """Hash of a target's config, without where it was loaded from and how."""
-    return _digest({name: value for name, value in config.to_dict().items() if name not in _VOLATILE})
+    return _digest(_lasting(config.to_dict()))
+
+
+def _lasting(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lasting(item) for key, item in value.items() if key not in _VOLATILE}
+    return value
 
 
 def template_fields(renderer: ChatRenderer) -> dict[str, Any]:

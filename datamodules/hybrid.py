@@ -62,18 +62,19 @@ class HybridFeatureDataModule(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Encode the rows on one process of each node, so that the others find them in the cache of `datasets`."""
-        self._source_for(self._stage())
+        self._load_source()
 
     def setup(self, stage: str) -> None:
-        """Load the rows of a stage, "fit", "validate", "test" or "predict", and look what the cache has of them."""
-        self._source_for(stage)
+        """Load all rows, whatever the stage, and look what the cache has of them."""
+        self._load_source()
+        if stage == "fit":
+            self.source.setup(stage)
         folder = Path(self.cache)
         if self.stored_target is None and has_manifest(folder):
             hparams = self.trainer.lightning_module.hparams  # type: ignore[union-attr]
             cache = FeatureCache(folder)
-            if stage in ("fit", "predict"):  # else the source has not loaded all rows
-                current = fingerprint_of(self.source, known_of_target(hparams))
-                check_fingerprint(current, cache.manifest.fingerprint, folder)
+            current = fingerprint_of(self.source, known_of_target(hparams))
+            check_fingerprint(current, cache.manifest.fingerprint, folder)
             if from_rank_0(lambda: cache.complete and stage != "predict"):
                 self.stored_target = cache.stored_target(hparams.get("trust_remote_code", False))
                 rank_zero_info(f"Features come from {self.cache}; the target is not loaded")
@@ -143,11 +144,9 @@ class HybridFeatureDataModule(LightningDataModule):
         """The source's."""
         self.source.load_state_dict(state_dict)
 
-    def _source_for(self, stage: str) -> None:
+    def _load_source(self) -> None:
         self.source.trainer = self.trainer
-        self.source.load("fit" if stage == "predict" else stage)
-        if stage == "fit":
-            self.source.setup(stage)
+        self.source.load("fit")
 
     def _open(self) -> FeatureCache:
         """The cache, begun or checked once the target is there. Every rank has to call this."""
@@ -193,10 +192,6 @@ class HybridFeatureDataModule(LightningDataModule):
         if self.trainer.predicting:
             return self._predicted[dataloader_idx]
         return "train" if self.trainer.training else "val"
-
-    def _stage(self) -> str:
-        function = self.trainer.state.fn if self.trainer else None
-        return function.value if function else "fit"
 
 
 class _FeatureLoader(RowLoader):

@@ -73,18 +73,17 @@ class FeatureCache:
         """
         damaged: dict[Path, str] = {}
         for places in self._splits.values():
-            for path in places.paths[share::shares]:
+            for number, path in list(enumerate(places.paths))[share::shares]:
                 try:
-                    for _, start, stop, checksum in places.rows_of(path):
-                        read_row(path, start, stop, checksum)
+                    for place in places.rows_of(number):
+                        read_row(*places.at(place))
                 except DamagedShard as error:
                     damaged[path] = str(error)
         return damaged
 
     def holds(self, split: str, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of some rows are there: bool, one for each."""
-        held: npt.NDArray[np.bool_] = np.isin(row_ids, self._splits[split].row_ids)
-        return held
+        return self._splits[split].hold(row_ids)
 
     def rows(self, split: str) -> RowSet:
         """All rows of a split, without features.
@@ -160,35 +159,41 @@ class FeatureCache:
 
 
 class _Places:
-    """Where each row of a split is."""
+    """Where each row of a split is; rows in the order of the shards, and sorted by row id for looking them up."""
 
     def __init__(self, shards: Mapping[Path, ShardIndex]) -> None:
+        def joined(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+            return np.concatenate([np.empty(0, np.int64), *parts])
+
+        indices = list(shards.values())
         self.paths = list(shards)
-        numbers = [np.full(len(index.row_ids), i) for i, index in enumerate(shards.values())]
-        columns = {
-            "row_ids": [index.row_ids for index in shards.values()],
-            "starts": [index.offsets[:-1] for index in shards.values()],
-            "stops": [index.offsets[1:] for index in shards.values()],
-            "checksums": [index.checksums for index in shards.values()],
-        }
-        row_ids, self.starts, self.stops, self.checksums = (
-            np.concatenate([np.empty(0, np.int64), *column]) for column in columns.values()
-        )
-        self.numbers = np.concatenate([np.empty(0, np.int64), *numbers])
+        self.ends = joined(np.array([len(index.row_ids)]) for index in indices).cumsum()  # behind each shard
+        self.starts = joined(index.offsets[:-1] for index in indices)
+        self.stops = joined(index.offsets[1:] for index in indices)
+        self.checksums = joined(index.checksums for index in indices)
+        row_ids = joined(index.row_ids for index in indices)
         self.order = np.argsort(row_ids, kind="stable")
         self.row_ids = row_ids[self.order]
 
+    def hold(self, row_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of some rows are in a shard."""
+        if not len(self.row_ids):
+            return np.zeros(len(row_ids), dtype=bool)
+        found = np.searchsorted(self.row_ids, row_ids).clip(max=len(self.row_ids) - 1)
+        held: npt.NDArray[np.bool_] = self.row_ids[found] == row_ids
+        return held
+
     def find(self, row_id: int) -> tuple[Path, int, int, int]:
+        """`at` of a row that is in a shard."""
+        return self.at(int(self.order[np.searchsorted(self.row_ids, row_id)]))
+
+    def rows_of(self, number: int) -> range:
+        """The places of the rows of the shard `paths[number]`."""
+        return range(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+
+    def at(self, place: int) -> tuple[Path, int, int, int]:
         """Shard, first token, the one behind the last, and checksum of a row."""
-        place = int(self.order[np.searchsorted(self.row_ids, row_id)])
-        return self._place(place)
-
-    def rows_of(self, path: Path) -> list[tuple[Path, int, int, int]]:
-        """`find` for all rows of a shard."""
-        return [self._place(int(place)) for place in np.flatnonzero(self.numbers == self.paths.index(path))]
-
-    def _place(self, place: int) -> tuple[Path, int, int, int]:
-        path = self.paths[int(self.numbers[place])]
+        path = self.paths[int(np.searchsorted(self.ends, place, side="right"))]
         return path, int(self.starts[place]), int(self.stops[place]), int(self.checksums[place])
 
 

@@ -5,6 +5,7 @@ python -m benchmarks.cache --target DIR
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -80,6 +81,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, list[float]]:
     for datamodule in (cached, source):
         datamodule.setup("fit")
     batches = list(source.train_dataloader())
+    _check_equal(module, next(iter(source.train_dataloader())), next(iter(cached.train_dataloader())))
     shutil.copytree(folder / "cache", folder / "empty", ignore=shutil.ignore_patterns("features"))
     return alternate(
         {
@@ -98,6 +100,17 @@ def _write_rows(path: Path, vocabulary: int) -> str:
     rows = [{"input_ids": row, "loss_mask": [0] + [1] * (TOKENS - 1)} for row in ids]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def _check_equal(module: DSparkModule, online: dict[str, Tensor], cached: dict[str, Tensor]) -> None:
+    """Both must train on the same rows, to the same loss."""
+    losses = [float(_loss(module, batch)) for batch in (online, cached)]
+    if online["row_id"].tolist() != cached["row_id"].tolist() or not math.isclose(*losses, abs_tol=1e-3):
+        raise ValueError(f"the loss from the cache differs by {losses[1] - losses[0]:.1e} from {losses[0]:.4f} online")
+
+
+def _loss(module: DSparkModule, batch: dict[str, Tensor]) -> Tensor:
+    return compute_dspark_loss(module(batch, output="hidden"), 4.0, 0.1, 0.9, 1.0)
 
 
 def _store(module: DSparkModule, batches: list[dict[str, Tensor]], folder: Path) -> None:
@@ -119,8 +132,7 @@ def _steps(module: DSparkModule, loader: Callable[[], Any]) -> Callable[[], None
     source = batches()
 
     def step() -> None:
-        outputs = module(next(source), output="hidden")
-        compute_dspark_loss(outputs, 4.0, 0.1, 0.9, 1.0).backward()
+        _loss(module, next(source)).backward()
         module.zero_grad()
 
     return step

@@ -74,14 +74,14 @@ def _open_or_begin(
         to_write = {split: cache.rows(split).lengths()[cache.missing(split)] for split in cache.splits}
         rank_zero_info(check_size(folder, cache.manifest, sum(int(x.sum()) for x in to_write.values()), limit_gb))
         return
-    tokens = {split: SplitSize(len(rows), int(rows.lengths().sum())) for split, rows in source.rows.items()}
+    tokens = {split: SplitSize(len(rows), int(rows.lengths().sum())) for split, rows in source.row_sets.items()}
     hidden = target.model.config.get_text_config().hidden_size
     per_token = bytes_per_token(len(target.target_layer_ids), hidden)
     pad = padding_token_id(source.renderer.tokenizer)
     manifest = new_manifest(module.hparams["target"], fingerprint, tokens, per_token, pad)
     rank_zero_info(check_size(folder, manifest, sum(size.tokens for size in tokens.values()), limit_gb))
     save_target_parts(folder, target.model.config, weights["embed_tokens.weight"], weights["lm_head.weight"])
-    create_cache(folder, manifest, source.rows)
+    create_cache(folder, manifest, source.row_sets)
 
 
 def fingerprint_of(source: ChatDataModule, known: Fingerprint) -> Fingerprint:
@@ -95,7 +95,7 @@ def fingerprint_of(source: ChatDataModule, known: Fingerprint) -> Fingerprint:
         known,
         **template_fields(source.renderer),
         max_length=source.max_length,
-        data={split: rows_digest(rows) for split, rows in source.rows.items()},
+        data={split: rows_digest(rows) for split, rows in source.row_sets.items()},
     )
 
 

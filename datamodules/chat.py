@@ -1,6 +1,6 @@
 """The datamodule for chat data in text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from dspark_lightning.datamodules.collate import collate_rows
 from dspark_lightning.datamodules.encode import RowEncoder
 from dspark_lightning.datamodules.loss_mask import ChatRenderer, read_template
 from dspark_lightning.datamodules.preview import preview
+from dspark_lightning.datamodules.rows import ROLES
 from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import ResumableSampler, RowLoader
 from dspark_lightning.datamodules.settings import Settings, resolve_settings
@@ -27,10 +28,10 @@ class ChatDataModule(LightningDataModule):
 
     Batches are dicts of int64 tensors: `input_ids`, `attention_mask`, `loss_mask` [B, S], padded on the right, and
     `row_id` [B], the index of the row in its source (the same number may stand for a training row and a validation
-    row). Training order is a permutation drawn from (seed, epoch), without the last incomplete global batch;
-    validation takes every row, unshuffled. A checkpoint in the middle of an epoch resumes with the next row not
-    trained (a module of your own calls `dspark_lightning.datamodules.resume.settle_progress` in `on_load_checkpoint`).
-    `test` runs on the validation rows.
+    row); where any row has a `weight` other than 1, also of `loss_weights` [B, S], float32. Training order is a
+    permutation drawn from (seed, epoch), without the last incomplete global batch; validation takes every row,
+    unshuffled. A checkpoint in the middle of an epoch resumes with the next row not trained (a module of your own calls
+    `dspark_lightning.datamodules.resume.settle_progress` in `on_load_checkpoint`). `test` runs on the validation rows.
 
     Attached to a trainer, what is left out here comes from the hyper-parameters of the module: `tokenizer` and
     `gguf_file` from its target, `mask_token_id`, `min_supervised_tokens` from block_size, `seed`.
@@ -50,14 +51,18 @@ class ChatDataModule(LightningDataModule):
         max_length: Only so many first tokens of a row are kept.
         batch_size: Rows of a batch on one rank, in training and validation.
         num_workers: Processes that read and pad rows; 0 does it in the main process.
-        supervise: "all" assistant turns, or the "last" one only.
+        supervise: "all" assistant turns, or the "last" one only, then without other roles.
+        supervise_roles: Roles whose turns are supervised: the assistant, and if wanted system, developer, user, tool.
+            Of the assistant's turns these are all that it wrote, with its tool calls and the end of turn; of the
+            others the content alone.
         supervise_reasoning: False leaves `<think>...</think>` unsupervised.
         min_supervised_tokens: Rows with fewer supervised tokens (after cutting to max_length) are left out. Default:
             twice the block_size of the module; without a module 2, the least that has an anchor.
         chat_template: Path of a Jinja file used instead of the tokenizer's own template.
         chat_template_kwargs: Options of the template, such as `enable_thinking: false`; give the same ones when
             serving.
-        max_bad_rows: So many malformed rows of a source are skipped; one more is an error.
+        max_bad_rows: So many rows of a source that cannot be used are skipped, counted by what is wrong with them, and
+            the first of each kind is named; one more is an error.
         seed: Seed of the training order. Default: the module's; without a module 0.
 
     Raises:
@@ -81,6 +86,7 @@ class ChatDataModule(LightningDataModule):
         batch_size: int = 1,
         num_workers: int = 0,
         supervise: Literal["all", "last"] = "all",
+        supervise_roles: Sequence[str] = ("assistant",),
         supervise_reasoning: bool = True,
         min_supervised_tokens: int | None = None,
         chat_template: str | None = None,
@@ -101,6 +107,7 @@ class ChatDataModule(LightningDataModule):
                 raise ValueError(f"{name} must be at least {minimum}, got {value}")
         if supervise not in ("all", "last"):
             raise ValueError(f"supervise must be 'all' or 'last', got {supervise!r}")
+        _check_roles(supervise, supervise_roles)
         if not 0.0 <= val_fraction < 1.0:
             raise ValueError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
         if val_fraction and (val_data or val_split) is not None:
@@ -114,7 +121,7 @@ class ChatDataModule(LightningDataModule):
         self._embedded_val: Literal["train", "heldout"] = "train" if val_data is None else "heldout"
         self.tokenizer, self.gguf_file, self.mask_token_id = tokenizer, gguf_file, mask_token_id
         self.max_length, self.batch_size, self.num_workers = max_length, batch_size, num_workers
-        self.supervise, self.supervise_reasoning = supervise, supervise_reasoning
+        self.supervise, self.supervise_roles, self.supervise_reasoning = supervise, supervise_roles, supervise_reasoning
         self.min_supervised_tokens, self.max_bad_rows, self.seed = min_supervised_tokens, max_bad_rows, seed
         self.chat_template, self.chat_template_kwargs = chat_template, chat_template_kwargs
         self._rows: dict[str, RowSet] = {}
@@ -126,8 +133,8 @@ class ChatDataModule(LightningDataModule):
         return self._encoder.renderer
 
     @property
-    def rows(self) -> dict[str, RowSet]:
-        """The rows kept, by split: "train", "val". Needs `setup`."""
+    def row_sets(self) -> Mapping[str, RowSet]:
+        """The rows that are loaded, by split: "val" and "train"."""
         return self._rows
 
     def prepare_data(self) -> None:
@@ -203,8 +210,8 @@ class ChatDataModule(LightningDataModule):
     def _read(self, argument: str, data: str, split: str, embedded_split: Literal["train", "heldout"]) -> RowSet:
         source = load_source(argument, data, split, self._embedded_data(embedded_split))
         rows = self._new_rows(f"{argument} {source.name}", source).usable(self._settings.min_supervised_tokens)
-        for error in rows.errors(3):
-            rank_zero_warn(f"skipped {error}")
+        for loss, bad in rows.losses():
+            (rank_zero_warn if bad else rank_zero_info)(f"Left out of {rows.name}: {loss}")
         return rows
 
     def _embedded_data(self, split: Literal["train", "heldout"]) -> Path:
@@ -212,7 +219,7 @@ class ChatDataModule(LightningDataModule):
 
     def _new_rows(self, name: str, source: Source) -> RowSet:
         table = self._encoder.encode(source)
-        return RowSet(name, table, np.arange(len(table)))
+        return RowSet(name, table, np.arange(len(table)), source.place)
 
     def _keep(self, side: str, rows: RowSet) -> None:
         rank_zero_info(rows.summary())
@@ -245,6 +252,7 @@ class ChatDataModule(LightningDataModule):
             "template_name": self.chat_template,
             "template_kwargs": self.chat_template_kwargs,
             "supervise": self.supervise,
+            "supervise_roles": self.supervise_roles,
             "supervise_reasoning": self.supervise_reasoning,
         }
 
@@ -271,6 +279,18 @@ class ChatDataModule(LightningDataModule):
         del rows
         pad_token_id = padding_token_id(self._encoder.renderer.tokenizer)
         return partial(collate_rows, pad_token_id=pad_token_id, max_length=self.max_length)
+
+
+def _check_roles(supervise: str, roles: Sequence[str]) -> None:
+    unknown = [role for role in roles if role not in ROLES]
+    if "assistant" not in roles or unknown or isinstance(roles, str):
+        raise ValueError(
+            f"supervise_roles must hold assistant, and beside it only roles out of {', '.join(ROLES)}, got {roles!r}"
+        )
+    if supervise == "last" and set(roles) != {"assistant"}:
+        raise ValueError(
+            f"supervise 'last' takes the last answer alone, but supervise_roles is {list(roles)}: leave one of them out"
+        )
 
 
 def _progress(trainer: Trainer) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import hashlib
 import inspect
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from datasets import Dataset, Features, Sequence, Value
 
 from dspark_lightning.datamodules import loss_mask, rows
 from dspark_lightning.datamodules.loss_mask import ChatRenderer, Encoded, Span
-from dspark_lightning.datamodules.rows import BadRow, TokenRow, parse_row
+from dspark_lightning.datamodules.rows import BadRow, TokenRow, id_digest, parse_row
 from dspark_lightning.datamodules.source import Source
 
 FEATURES = Features(
@@ -24,8 +25,11 @@ FEATURES = Features(
         "loss_mask": Sequence(Value("uint8")),
         "supervised": Value("int32"),  # tokens with loss_mask on
         "cut": Value("bool"),  # was longer than max_length
+        "weight": Value("float32"),  # of its tokens in the loss
         "digest": Value("int64"),  # of input_ids and pictures: equal rows have equal digests
-        "error": Value("string"),  # the place of a malformed row and what is wrong; "" for a good one
+        "id_digest": Value("int64"),  # of the id that the row came with; 0 without one
+        "fault": Value("string"),  # why the row cannot be used, in a few words; "" for a good one
+        "error": Value("string"),  # the place of a bad row and what is wrong; "" for good rows and for blank lines
     }
 )
 
@@ -37,14 +41,16 @@ class EncodedRow(NamedTuple):
     loss_mask: npt.NDArray[np.uint8]  # [tokens]
     cut: bool = False  # was longer than max_length
     media: bytes = b""  # tells rows apart whose tokens are the same: a hash of their pictures
+    weight: float = 1.0  # of its tokens in the loss
 
 
 _EMPTY = EncodedRow(np.empty(0, np.int32), np.empty(0, np.uint8))
+_BLANK = BadRow("a blank line", "blank lines")  # stands in the table, but is nobody's fault
 
 
 @dataclass(frozen=True)
 class RowEncoder:
-    """Turns the rows of a source into a table with `FEATURES`, one row for each that is not blank.
+    """Turns the rows of a source into a table with `FEATURES`.
 
     Attributes:
         renderer: Renders and tokenises conversations.
@@ -65,7 +71,7 @@ class RowEncoder:
             ValueError: More than `max_bad_rows` malformed rows, a row with the mask token, or an unusable template;
                 the row is named.
         """
-        bad: list[int] = []
+        bad = Counter[str]()
 
         def encode_batch(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
             return self._encode_batch(source, batch, source.row_ids[indices].tolist(), bad)
@@ -93,52 +99,62 @@ class RowEncoder:
         return [code, self.renderer.state()]
 
     def _encode_batch(
-        self, source: Source, batch: dict[str, list[Any]], row_ids: list[int], bad: list[int]
+        self, source: Source, batch: dict[str, list[Any]], row_ids: list[int], bad: Counter[str]
     ) -> dict[str, list[Any]]:
-        records: dict[int, object] = {}  # in the order of the rows, without blank ones
+        records: dict[int, object] = {}
         results: dict[int, EncodedRow | BadRow] = {}
         for i, row_id in enumerate(row_ids):
             try:
-                if (record := source.record(batch, i)) is not None:
+                if (record := source.record(batch, i)) is None:
+                    results[row_id] = _BLANK
+                else:
                     records[row_id] = record
             except BadRow as error:
-                records[row_id], results[row_id] = None, error
-        unread = {row_id: record for row_id, record in records.items() if row_id not in results}
-        results |= self._encode_records(unread, source)
-        table_rows = [self._table_row(source, row_id, results[row_id], bad) for row_id in records]
+                results[row_id] = error
+        results |= self._encode_records(records, source)
+        table_rows = [
+            self._table_row(source, row_id, results[row_id], bad) | {"id_digest": id_digest(records.get(row_id))}
+            for row_id in row_ids
+        ]
         return {name: [row[name] for row in table_rows] for name in FEATURES}
 
     def _encode_records(self, records: dict[int, object], source: Source) -> dict[int, EncodedRow | BadRow]:
         """Encode records, by row id; all at once, which is faster."""
         results: dict[int, EncodedRow | BadRow] = {}
         chats: dict[int, tuple[str, list[Span]]] = {}
+        weights: dict[int, float] = {}
         for row_id, record in records.items():
             try:
                 row = parse_row(record)
+                weights[row_id] = row.weight
                 if isinstance(row, TokenRow):
-                    results[row_id] = self._cut(self._token_row(row))
+                    results[row_id] = self._cut(self._token_row(row), row.weight)
                 else:
-                    chats[row_id] = self.renderer.render(row)
+                    chats[row_id] = self.renderer.render(row, self.max_length)
             except BadRow as error:
                 results[row_id] = error
             except ValueError as error:
                 raise ValueError(f"{source.place(row_id)}: {error}") from error
         encoded = self.renderer.encode(list(chats.values()))
-        return results | {row_id: self._cut(pair) for row_id, pair in zip(chats, encoded, strict=True)}
+        return results | {row_id: self._cut(pair, weights[row_id]) for row_id, pair in zip(chats, encoded, strict=True)}
 
-    def _cut(self, encoded: Encoded) -> EncodedRow:
+    def _cut(self, encoded: Encoded, weight: float) -> EncodedRow:
         ids, mask = encoded
-        return EncodedRow(ids[: self.max_length], mask[: self.max_length], len(ids) > self.max_length)
+        return EncodedRow(ids[: self.max_length], mask[: self.max_length], len(ids) > self.max_length, weight=weight)
 
-    def _table_row(self, source: Source, row_id: int, result: EncodedRow | BadRow, bad: list[int]) -> dict[str, Any]:
-        error = ""
+    def _table_row(self, source: Source, row_id: int, result: EncodedRow | BadRow, bad: Counter[str]) -> dict[str, Any]:
+        fault = error = ""
         if isinstance(result, BadRow):
-            error = f"{source.place(row_id)}: {result}"
-            bad.append(row_id)
-            if len(bad) > self.max_bad_rows:
-                raise ValueError(f"{error} ({len(bad)} bad rows, max_bad_rows {self.max_bad_rows})") from result
+            fault = result.kind
+            if result is not _BLANK:
+                error = f"{source.place(row_id)}: {result}"
+                bad[fault] += 1
+                if bad.total() > self.max_bad_rows:
+                    kinds = ", ".join(f"{count} {kind}" for kind, count in bad.items())
+                    limit = f"max_bad_rows {self.max_bad_rows}"
+                    raise ValueError(f"{error} ({bad.total()} bad rows, {limit}: {kinds})") from result
             result = _EMPTY
-        ids, mask, cut, media = result
+        ids, mask, cut, media, weight = result
         content = hashlib.blake2b(ids.tobytes() + media, digest_size=8).digest()
         masked = np.flatnonzero(ids == self.mask_token_id)
         if len(masked):
@@ -153,7 +169,9 @@ class RowEncoder:
             "loss_mask": mask,
             "supervised": int(mask.sum()),
             "cut": cut,
+            "weight": weight,
             "digest": int.from_bytes(content, "little", signed=True),
+            "fault": fault,
             "error": error,
         }
 
@@ -161,5 +179,7 @@ class RowEncoder:
         size = len(self.renderer.tokenizer)
         outside = [token for token in row.input_ids if not 0 <= token < size]
         if outside:
-            raise BadRow(f"input_ids holds {outside[0]}, but the tokenizer has the ids 0 to {size - 1}")
+            raise BadRow(
+                f"input_ids holds {outside[0]}, but the tokenizer has the ids 0 to {size - 1}", "unusable input_ids"
+            )
         return np.array(row.input_ids, np.int32), np.array(row.loss_mask, np.uint8)

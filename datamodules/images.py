@@ -11,6 +11,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dspark_lightning.datamodules.rows import BadRow
 
+_KIND = "unreadable picture"  # of the bad rows here
+
 
 def load_image(source: object, folder: Path | None = None) -> Image.Image:
     """Read one picture.
@@ -35,9 +37,9 @@ def load_image(source: object, folder: Path | None = None) -> Image.Image:
     if isinstance(source, Path):
         source = str(source)
     if not isinstance(source, str):
-        raise BadRow(f"an image must be a PIL image, a path, bytes or base64, got {type(source).__name__}")
+        raise BadRow(f"an image must be a PIL image, a path, bytes or base64, got {type(source).__name__}", _KIND)
     if source.startswith(("http://", "https://")):
-        raise BadRow(f"the image {_short(source)!r} is a URL: download it and give its path, bytes or base64")
+        raise BadRow(f"the image {_short(source)!r} is a URL: download it and give its path, bytes or base64", _KIND)
     if source.startswith("data:"):
         return _from_base64(source.partition(",")[2], source)
     path = image_path(source, folder)
@@ -45,10 +47,10 @@ def load_image(source: object, folder: Path | None = None) -> Image.Image:
         try:
             return _decode(path.read_bytes(), f"the file {str(path)!r}")
         except OSError as error:
-            raise BadRow(f"the image file {str(path)!r} cannot be read: {error.strerror or error}") from error
+            raise BadRow(f"the image file {str(path)!r} cannot be read: {error.strerror or error}", _KIND) from error
     if len(source) > 64 and Path(source.rstrip()[-8:]).suffix == "":  # too long for a name, without a file's ending
         return _from_base64(source, source)
-    raise BadRow(f"the image file {str((folder or Path()) / _short(source))!r} does not exist or is no file")
+    raise BadRow(f"the image file {str((folder or Path()) / _short(source))!r} does not exist or is no file", _KIND)
 
 
 def image_path(source: str, folder: Path | None = None) -> Path | None:
@@ -87,7 +89,9 @@ def _from_base64(text: str, source: str) -> Image.Image:
     try:
         return _decode(base64.b64decode("".join(text.split()), validate=True), f"base64 {_short(source)!r}")
     except binascii.Error as error:
-        raise BadRow(f"the image {_short(source)!r} is neither a file that exists nor base64: {error}") from error
+        raise BadRow(
+            f"the image {_short(source)!r} is neither a file that exists nor base64: {error}", _KIND
+        ) from error
 
 
 def _decode(content: bytes, name: str) -> Image.Image:
@@ -97,7 +101,7 @@ def _decode(content: bytes, name: str) -> Image.Image:
             return to_rgb(image)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         reason = str(error).splitlines()[0] if not isinstance(error, UnidentifiedImageError) else "no known format"
-        raise BadRow(f"the image in {name} cannot be read: {reason}") from error
+        raise BadRow(f"the image in {name} cannot be read: {reason}", _KIND) from error
 
 
 def _short(text: str) -> str:

@@ -1,13 +1,15 @@
 """From a conversation to token ids and loss mask: rendering by the chat template, and the spans that are supervised.
 
-The ids are those of the whole rendering, as a serving engine sees it. Supervised are the assistant's text and the
-end-of-turn token after it; not what the template writes before (the generation prompt) or behind (a newline), for
-the target never does.
+The ids are those of the whole rendering, as a serving engine sees it. Supervised are the assistant's text, its tool
+calls included, and the end-of-turn token after it; not what the template writes before (the generation prompt) or
+behind (a newline), for the target never does. Of the turns of other roles, on request, the content alone.
 
 Spans come from the template's `{% generation %}` tags when it has them. Otherwise from prefixes: the turns before an
 assistant turn, rendered with the generation prompt, must begin the rendering that ends with that turn, and this one
 the whole rendering. A template that rewrites history (drops earlier reasoning, say) breaks that, and is refused by
 name.
+
+The content of another role's turn is what differs when the conversation is rendered again with a probe in its place.
 
 A token counts as supervised when all its characters lie inside a span; one that straddles a border is not what the
 target wrote after the prompt alone.
@@ -17,6 +19,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -38,6 +41,12 @@ Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _PROBE = "Zq7answer"
+_CHARACTERS = 16
+"""A rendering with more characters than this for each token of max_length is not tokenised as a whole."""
+_MARGIN = 64
+"""Tokens behind the last one needed that are still tokenised: close to a cut, text may be split differently."""
+_TURNS = 64
+"""A conversation with more turns than this is not rendered again and again as a whole."""
 
 
 class _Turn(NamedTuple):
@@ -57,6 +66,7 @@ class ChatRenderer:
         template_name: How errors call the template.
         template_kwargs: Options of the template, such as `enable_thinking`.
         supervise: "all" assistant turns, or the "last" one only.
+        supervise_roles: Roles whose turns are supervised; the assistant's are in any case.
         supervise_reasoning: False leaves `<think>...</think>` and the `reasoning_content` of a turn unsupervised.
 
     Raises:
@@ -71,6 +81,7 @@ class ChatRenderer:
         template_name: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
         supervise: Literal["all", "last"] = "all",
+        supervise_roles: Sequence[str] = ("assistant",),
         supervise_reasoning: bool = True,
     ) -> None:
         name = tokenizer.name_or_path or type(tokenizer).__name__
@@ -83,6 +94,7 @@ class ChatRenderer:
         self.template_name = template_name or f"the chat template of {name}"
         self.template_kwargs = template_kwargs or {}
         self.supervise = supervise
+        self.supervise_roles = sorted(supervise_roles)
         self.supervise_reasoning = supervise_reasoning
         self._given_template = chat_template
         # Post-processors add special tokens, which the template has written already, and shorten offsets by blanks.
@@ -109,7 +121,7 @@ class ChatRenderer:
         """Everything that ids and masks depend on beside the conversation, as plain data."""
         template = self.tokenizer.chat_template if self._given_template is None else self._given_template
         vocabulary = hashlib.blake2b(self._backend.to_str().encode()).hexdigest()
-        options = [self.template_kwargs, self.supervise, self.supervise_reasoning]
+        options = [self.template_kwargs, self.supervise, self.supervise_roles, self.supervise_reasoning]
         return [vocabulary, self.tokenizer.special_tokens_map, template, *options]
 
     def encode(self, chats: Sequence[tuple[str, list[Span]]]) -> list[Encoded]:
@@ -124,25 +136,36 @@ class ChatRenderer:
             encoded.append((np.array(encoding.ids, dtype=np.int32), mask.astype(np.uint8)))
         return encoded
 
-    def render(self, chat: Chat) -> tuple[str, list[Span]]:
+    def render(self, chat: Chat, max_length: int | None = None) -> tuple[str, list[Span]]:
         """Render a conversation and find its supervised spans.
+
+        Args:
+            chat: The conversation.
+            max_length: So many first tokens are needed: of a far longer rendering only a beginning is returned that
+                holds them and more. None keeps it whole.
 
         Raises:
             BadRow: The template refuses the conversation, or an assistant turn answers nothing.
             ValueError: No trustworthy spans can be had from this template for this conversation.
         """
-        text, turns = self._turns_by_tag(chat) if _GENERATION_TAG.search(self.template) else self._turns_by_prefix(chat)
+        text = self._render(chat.messages, chat.tools)
+        _check_characters(text)
+        needed, last = self._needed(text, max_length), _assistant_turns(chat.messages)[-1]
+        chat, text = self._beginning(chat, text, needed)
+        answers = [i for i in _assistant_turns(chat.messages) if self.supervise == "all" or i == last]
+        by_tag = _GENERATION_TAG.search(self.template) is not None
+        turns = (self._turns_by_tag if by_tag else self._turns_by_prefix)(chat, text, answers) if answers else []
         spans = [(turn.start, turn.end) for turn in turns]
-        if chat.truncated:
+        if chat.truncated and last in answers:
             spans[-1] = turns[-1].start, turns[-1].written
         if not self.supervise_reasoning:
             if self._hides_reasoning and any("reasoning_content" in message for message in chat.messages):
                 raise self._unusable("writes reasoning_content without <think> tags: it cannot be left unsupervised")
             spans = [part for span in spans for part in _answers(text, span)]
+        spans += self._other_spans(chat, text)
         if any(start == 0 for start, _ in spans):
-            raise self._unusable("gives a conversation to the assistant from its first character on")
-        _check_characters(text)
-        return text, spans
+            raise self._unusable("gives a conversation that is to be supervised from its first character on")
+        return text[:needed], spans
 
     def render_prompt(self, messages: list[Message]) -> str:
         """Render turns that no answer follows.
@@ -169,29 +192,49 @@ class ChatRenderer:
         encoding = self._backend.encode(text, add_special_tokens=False)
         return list(zip(encoding.ids, encoding.offsets, strict=True))
 
-    def _turns_by_tag(self, chat: Chat) -> tuple[str, list[_Turn]]:
-        text, spans = self._render_tagged(chat.messages, chat.tools)
+    def _needed(self, text: str, max_length: int | None) -> int:
+        """How many first characters of a text are enough for its first max_length tokens."""
+        if max_length is None:
+            return len(text)
+        size = _CHARACTERS * max_length
+        while size < len(text):
+            offsets = self._backend.encode(text[:size], add_special_tokens=False).offsets
+            if len(offsets) > max_length + 2 * _MARGIN:
+                return int(offsets[max_length + _MARGIN][1])
+            size *= 4
+        return len(text)
+
+    def _beginning(self, chat: Chat, text: str, needed: int) -> tuple[Chat, str]:
+        """The first turns of a conversation and their text, enough for so many characters of the whole text."""
+        count = _TURNS
+        while needed < len(text) and count < len(chat.messages):
+            part = self._render(chat.messages[:count], chat.tools)
+            if len(part) > needed and part.startswith(text[:needed]):
+                return replace(chat, messages=chat.messages[:count]), part
+            count *= 2
+        return chat, text
+
+    def _turns_by_tag(self, chat: Chat, text: str, answers: list[int]) -> list[_Turn]:
+        spans = self._tags(chat.messages, chat.tools)
         if not spans:
             raise self._unusable("has {% generation %} tags, but reaches none of them in a conversation with an answer")
         if self.supervise == "last":
-            before = chat.messages[: _assistant_turns(chat.messages)[-1]]
-            earlier = len(self._render_tagged(before, chat.tools)[1]) if before else 0
+            before = chat.messages[: answers[-1]]
+            earlier = len(self._tags(before, chat.tools)) if before else 0
             spans = spans[min(earlier, len(spans) - 1) :]
         turns = []
         for start, end in spans:
             # Tags around the bare content leave out the end-of-turn token behind it.
             outside = len(self._end_of_turn) if text.startswith(self._end_of_turn, end) else 0
             turns.append(_Turn(start, self._written_end(text, start, end), end + outside))
-        return text, turns
+        return turns
 
-    def _turns_by_prefix(self, chat: Chat) -> tuple[str, list[_Turn]]:
+    def _turns_by_prefix(self, chat: Chat, text: str, answers: list[int]) -> list[_Turn]:
         messages, tools = chat.messages, chat.tools
-        text = self._render(messages, tools)
-        indices = _assistant_turns(messages)
         turns = []
-        for i in indices if self.supervise == "all" else indices[-1:]:
+        for i in answers:
             if i == 0:
-                raise BadRow("the conversation begins with an assistant turn, which answers nothing")
+                raise BadRow("the conversation begins with an assistant turn, which answers nothing", "no question")
             prompt = self._render(messages[:i], tools, add_generation_prompt=True)
             upto = text if i + 1 == len(messages) else self._render(messages[: i + 1], tools)
             if not upto.startswith(prompt):
@@ -208,7 +251,26 @@ class ChatRenderer:
             written = self._written_end(upto, len(prompt), len(upto))
             end = written + len(self._end_of_turn) if upto.startswith(self._end_of_turn, written) else written
             turns.append(_Turn(len(prompt), written, end))
-        return text, turns
+        return turns
+
+    def _other_spans(self, chat: Chat, text: str) -> list[Span]:
+        """Where the contents of supervised turns stand that are not the assistant's."""
+        messages, spans = chat.messages, list[Span]()
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant" or message["role"] not in self.supervise_roles:
+                continue
+            for content, probe in _with_probe(message):
+                rendered = self._render([*messages[:i], probe, *messages[i + 1 :]], chat.tools)
+                before, _, behind = rendered.partition(_PROBE)
+                start, end = len(before), len(text) - len(behind)
+                around = start <= end and text[:start] == before and text[end:] == behind and _PROBE not in behind
+                if not around or text[start:end].strip() != content.strip():
+                    raise self._unusable(
+                        f"does not write the content of turn {i + 1} ({message['role']}) once and as it is: it cannot "
+                        f"be supervised; take {message['role']} out of supervise_roles"
+                    )
+                spans.append((start, end))
+        return spans
 
     def _written_end(self, text: str, start: int, end: int) -> int:
         """Where the assistant's text ends and the template's closing of the turn begins."""
@@ -249,8 +311,9 @@ class ChatRenderer:
     def _render(self, messages: list[Message], tools: list[Any] | None, add_generation_prompt: bool = False) -> str:
         return self._rendered(messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
-    def _render_tagged(self, messages: list[Message], tools: list[Any] | None) -> tuple[str, list[Span]]:
-        return self._rendered(messages, tools, return_assistant_tokens_mask=True)
+    def _tags(self, messages: list[Message], tools: list[Any] | None) -> list[Span]:
+        """What lies between {% generation %} tags."""
+        return self._rendered(messages, tools, return_assistant_tokens_mask=True)[1]
 
     def _rendered(self, messages: list[Message], tools: list[Any] | None, **options: Any) -> tuple[str, list[Span]]:
         # What `apply_chat_template` calls; unlike it, this hands out where the generation tags lie in the text.
@@ -265,7 +328,9 @@ class ChatRenderer:
             ) from error
         except Exception as error:  # whatever the template's code may raise
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise BadRow(f"{self.template_name} refuses the conversation: {reason}") from error
+            raise BadRow(
+                f"{self.template_name} refuses the conversation: {reason}", "refused by the template"
+            ) from error
         (text,), spans = rendered
         return text, [(start, end) for start, end in spans[0]] if spans else []
 
@@ -286,11 +351,22 @@ def read_template(path: str) -> str:
 
 def _check_characters(text: str) -> None:
     if not text.isascii() and re.search("[\ud800-\udfff]", text):
-        raise BadRow("the text holds half of a surrogate pair, which is no character")
+        raise BadRow("the text holds half of a surrogate pair, which is no character", "half a character")
 
 
 def _assistant_turns(messages: list[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _with_probe(message: Message) -> Iterator[tuple[str, Message]]:
+    """Each text of a turn, and the turn with the probe in place of it."""
+    content = message["content"]
+    if isinstance(content, str):
+        yield content, {**message, "content": _PROBE}
+        return
+    for i, part in enumerate(content):
+        if part["type"] == "text":
+            yield part["text"], {**message, "content": [*content[:i], {**part, "text": _PROBE}, *content[i + 1 :]]}
 
 
 def _answers(text: str, span: Span) -> Iterator[Span]:

@@ -24,7 +24,7 @@ def missing_loader(source: ChatDataModule, split: str, places: npt.NDArray[np.in
         split: "train" or "val".
         places: of the rows, among those of the split.
     """
-    rows = source.rows[split]
+    rows = source.row_sets[split]
     batches = length_batches(places, rows.lengths()[places], source.batch_size * source.max_length)
     batches += [[FILLER]] * (-len(batches) % world_size())
     own = _Batches(rows, batches[process_rank() :: world_size()])

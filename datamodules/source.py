@@ -1,23 +1,25 @@
 """Where rows come from: JSON Lines, JSON or parquet files, the embedded rows, a data set of the hub, or a function.
 
-JSON Lines are read as lines of text and decoded row by row: a schema guessed from the first rows would refuse, or
-fill up, rows that differ, and a malformed line could not be named.
+JSON Lines are read as lines of bytes and decoded row by row: a schema guessed from the first rows would refuse, or
+fill up, rows that differ, and a malformed line could not be named. Of a file that grows meanwhile, the rows are taken
+that were there when reading began.
 """
 
+import codecs
 import glob
 import importlib
 import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from datasets import Dataset, Image, List, ReadInstruction, load_dataset
+from datasets import Dataset, Features, Image, List, ReadInstruction, Value, load_dataset
 
 from dspark_lightning.datamodules.rows import BadRow
 from dspark_lightning.embedded import embedded_data
@@ -26,13 +28,18 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
+def _no_folder(row: int) -> Path | None:
+    del row
+    return None
+
+
 @dataclass(frozen=True)
 class Source:
     """The rows of one data argument.
 
     Attributes:
         name: As given, with the split.
-        table: One line of JSON a row (column `text`), or the columns of the rows.
+        table: One line of JSON a row (column `line`, bytes), or the columns of the rows.
         row_ids: [len(table)] int64, index of each row in its whole, unsliced source.
         place: Names a row for people, from its row id.
     """
@@ -42,7 +49,7 @@ class Source:
     row_ids: np.ndarray[Any, np.dtype[np.int64]]
     place: Callable[[int], str]
     is_json: bool = False
-    folder_of: Callable[[int], Path | None] = lambda row: None  # where relative paths in a row start, by its row id
+    folder_of: Callable[[int], Path | None] = _no_folder  # where relative paths in a row start, by its row id
     rows: Sequence[Any] | None = None  # of a function; the table then only counts them
 
     @property
@@ -54,19 +61,20 @@ class Source:
         """Row i of a batch of the table; None for a blank line.
 
         Raises:
-            BadRow: The line is not JSON.
+            BadRow: The line is not JSON, or the row is null.
         """
-        if self.rows is not None:
-            return cast(object, self.rows[batch["index"][i]])
-        if not self.is_json:
-            return {column: values[i] for column, values in batch.items()}
-        line = batch["text"][i].strip("\ufeff \t\r\n")
-        try:
-            return json.loads(line) if line else None
-        except json.JSONDecodeError as error:
-            raise BadRow(f"not JSON: {error.msg} (column {error.colno})") from error
-        except RecursionError as error:
-            raise BadRow("not a row: JSON nested too deeply") from error
+        if self.is_json:
+            line = batch["line"][i].removeprefix(codecs.BOM_UTF8).strip(b" \t\r\n")
+            if not line:
+                return None
+            record = _decode(line)
+        elif self.rows is not None:
+            record = self.rows[batch["index"][i]]
+        else:
+            record = {column: values[i] for column, values in batch.items()}
+        if record is None:
+            raise BadRow("the row is null", "null row")
+        return record
 
 
 def load_source(argument: str, data: str, split: str, embedded: Path | None = None) -> Source:
@@ -86,6 +94,8 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
     embedded = embedded or embedded_data("train")
     path = os.path.expanduser(str(embedded) if data == "embedded" else data)
     rows: Sequence[Any] | None = None
+    place: Callable[[int], str]
+    folder_of: Callable[[int], Path | None] = _no_folder
     if os.path.isfile(path):  # also one whose name holds characters that a glob reads
         files = [path]
     else:
@@ -93,13 +103,14 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
     split_name = split.split("[")[0]
     try:
         if files:
-            table, place = _load_files(files, split_name)
+            table, count, separator = _load_files(files, split_name)
+            place, folder_of = partial(_place, files, count, separator), _folders(files, count)
         elif _FUNCTION.fullmatch(data):
             rows = _call_function(data, split_name)
-            table, place = Dataset.from_dict({"index": range(len(rows))}), lambda row: f"{data} row {row + 1}"
+            table, place = Dataset.from_dict({"index": range(len(rows))}), partial(_numbered, f"{data} row ")
         else:
             _refuse_missing_file(path)
-            table, place = _load_hub(path, split_name), lambda row: f"{data}, {split_name} row {row + 1}"
+            table, place = _load_hub(path, split_name), partial(_numbered, f"{data}, {split_name} row ")
         slices = ReadInstruction.from_spec(split).to_absolute({split_name: len(table)})
     except Exception as error:  # datasets raises a dozen kinds, down to OSError and pyarrow's
         raise ValueError(f"{argument} {data!r}, split {split!r}: {_reason(error)}") from error
@@ -110,16 +121,15 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
         table = table.select(row_ids)
     name = f"embedded {embedded.stem}" if data == "embedded" else data
     is_json = bool(files) and not files[0].endswith(".parquet")
-    return Source(f"{name} [{split}]", _undecoded(table), row_ids, place, is_json, _folders(files), rows)
+    return Source(f"{name} [{split}]", _undecoded(table), row_ids, place, is_json, folder_of, rows)
 
 
-def _folders(files: list[str]) -> Callable[[int], Path | None]:
+def _folders(files: list[str], count: Callable[[str], int]) -> Callable[[int], Path | None]:
     folders = {Path(file).parent for file in files}
     if len(folders) <= 1:
         return lambda row: next(iter(folders), None)
-    is_parquet = files[0].endswith(".parquet")
-    count = cache(_parquet_rows if is_parquet else _array_rows if _is_array(files[0]) else _line_count)
-    return lambda row: Path(_file_and_row(files, row, count)[0]).parent
+    cached = cache(count)
+    return lambda row: Path(_file_and_row(files, row, cached)[0]).parent
 
 
 def _call_function(data: str, split: str) -> Sequence[Any]:
@@ -142,24 +152,58 @@ def _undecoded(table: Dataset) -> Dataset:
     return table
 
 
-def _load_files(files: list[str], split: str) -> tuple[Dataset, Callable[[int], str]]:
+def _load_files(files: list[str], split: str) -> tuple[Dataset, Callable[[str], int], str]:
+    """The rows of files; what counts the rows of one of them; and what stands between its name and a row's number."""
     if split != "train":
         raise ValueError("files have the one split 'train'")
+    stats = [os.stat(file) for file in files]
     suffixes = {Path(file).suffix for file in files}
     if len(suffixes) > 1 or not suffixes <= set(_SUFFIXES):
         raise ValueError(f"expected files of one kind, {', '.join(_SUFFIXES)}, got {files[0]} ... ({sorted(suffixes)})")
-    for file in files:
-        if os.path.getsize(file) == 0:
+    for file, stat in zip(files, stats, strict=True):
+        if stat.st_size == 0:
             raise ValueError(f"the file {file} is empty")
     if suffixes == {".parquet"}:
-        return load_dataset("parquet", data_files=files, split=split), lambda row: _place(
-            files, row, _parquet_rows, ", row "
-        )
+        return load_dataset("parquet", data_files=files, split=split), _parquet_rows, ", row "
     if suffixes == {".json"} and all(_is_array(file) for file in files):
         arrays = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
-        lines = [json.dumps(row) for rows in arrays for row in rows]
-        return Dataset.from_dict({"text": lines}), lambda row: _place(files, row, _array_rows, ", row ")
-    return load_dataset("text", data_files=files, split=split), lambda row: _place(files, row, _line_count, ":")
+        lines = [json.dumps(row).encode() for rows in arrays for row in rows]
+        return Dataset.from_dict({"line": lines}), _array_rows, ", row "
+    # What the generator is given names the cache entry of what it yields.
+    now = [(os.path.abspath(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    features = Features({"line": Value("large_binary")})
+    table = Dataset.from_generator(_json_lines, features=features, gen_kwargs={"files": now})
+    sizes = {file: stat.st_size for file, stat in zip(files, stats, strict=True)}
+    return table, partial(_line_count, sizes=sizes), ":"
+
+
+def _json_lines(files: list[tuple[str, int, int]]) -> Iterator[dict[str, bytes]]:
+    """The lines of files, each given with its size and the time of its last change."""
+    for file, size, _ in files:
+        for line in _lines(file, size):
+            yield {"line": line}
+
+
+def _lines(file: str, size: int) -> Iterator[bytes]:
+    """The lines in the first `size` bytes of a file."""
+    with open(file, "rb") as stream:
+        while size > 0 and (line := stream.readline(size)):
+            size -= len(line)
+            yield line
+
+
+def _decode(line: bytes) -> object:
+    try:
+        return cast(object, json.loads(line.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        byte = line[error.start]
+        raise BadRow(f"not UTF-8: byte 0x{byte:02x} (column {error.start + 1}): {error.reason}", "not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise BadRow(f"not JSON: {error.msg} (column {error.colno})", "not JSON") from error
+    except RecursionError as error:
+        raise BadRow("not a row: JSON nested too deeply", "not JSON") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRow(f"not JSON that can be read: {error}", "not JSON") from error
 
 
 def _load_hub(name: str, split: str) -> Dataset:
@@ -176,11 +220,15 @@ def _refuse_missing_file(path: str) -> None:
 
 
 def _is_array(file: str) -> bool:
-    with open(file, encoding="utf-8") as stream:
+    with open(file, encoding="utf-8", errors="replace") as stream:
         return stream.read(4096).lstrip("\ufeff \t\r\n").startswith("[")
 
 
-def _place(files: list[str], row: int, count: Callable[[str], int], separator: str) -> str:
+def _numbered(prefix: str, row: int) -> str:
+    return f"{prefix}{row + 1}"
+
+
+def _place(files: list[str], count: Callable[[str], int], separator: str, row: int) -> str:
     """Name the file and the row in it (from 1). Counting waits until a row has to be named."""
     file, row = _file_and_row(files, row, count)
     return f"{file}{separator}{row + 1}"
@@ -195,9 +243,8 @@ def _file_and_row(files: list[str], row: int, count: Callable[[str], int]) -> tu
     return files[-1], row
 
 
-def _line_count(file: str) -> int:
-    with open(file, encoding="utf-8") as stream:
-        return sum(1 for _ in stream)
+def _line_count(file: str, sizes: Mapping[str, int]) -> int:
+    return sum(1 for _ in _lines(file, sizes[file]))
 
 
 def _array_rows(file: str) -> int:

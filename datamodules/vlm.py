@@ -17,7 +17,7 @@ from dspark_lightning.datamodules import images, vision_tokens, vlm_collate, vlm
 from dspark_lightning.datamodules.chat import ChatDataModule
 from dspark_lightning.datamodules.encode import EncodedRow, RowEncoder
 from dspark_lightning.datamodules.processor import load_processor
-from dspark_lightning.datamodules.rows import BadRow
+from dspark_lightning.datamodules.rows import BadRow, row_weight
 from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import FILLER
 from dspark_lightning.datamodules.settings import Settings
@@ -67,7 +67,7 @@ class VLMDataModule(ChatDataModule):
 
     def _new_rows(self, name: str, source: Source) -> RowSet:
         table = self._encoder.encode(source)
-        return VlmRowSet(name, table, np.arange(len(table)), source=source)
+        return VlmRowSet(name, table, np.arange(len(table)), source.place, source=source)
 
     def collate_for(self, rows: RowSet) -> Callable[[Any], dict[str, Tensor]]:
         """What makes batches of rows. Needs `setup`."""
@@ -107,7 +107,8 @@ class VlmRowEncoder(RowEncoder):
                 row, real = self.collator.encode(record, source.folder_of(row_id))
                 ids, mask = (values[:real].numpy() for values in (row.input_ids, row.loss_mask))
                 pictures = hashlib.blake2b(b"".join(x.numpy().tobytes() for x in row.media.values())).digest()
-                results[row_id] = EncodedRow(ids.astype(np.int32), mask.astype(np.uint8), row.cut, pictures)
+                weight = row_weight(cast(Mapping[str, Any], record))
+                results[row_id] = EncodedRow(ids.astype(np.int32), mask.astype(np.uint8), row.cut, pictures, weight)
             except BadRow as error:
                 results[row_id] = error
             except ValueError as error:
@@ -117,7 +118,10 @@ class VlmRowEncoder(RowEncoder):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VlmRowSet(RowSet):
-    """Kept rows; item i is a dict of the row's `record`, its `origin` and whether it is a `filler`."""
+    """Kept rows; item i is a dict of the row's `record`, its `origin` and whether it is a `filler`.
+
+    Where any kept row has a weight other than 1, every item also has its `weight`.
+    """
 
     source: Source
 
@@ -133,7 +137,8 @@ class VlmRowSet(RowSet):
         row_id = int(self.source.row_ids[place])
         record = cast(Mapping[str, Any], self.source.record(self.source.table[place : place + 1], 0))
         origin = Origin(self.source.folder_of(row_id), partial(self.source.place, row_id))
-        return {"record": {**record, "row_id": row_id}, "origin": origin, "filler": index == FILLER}
+        item = {"record": {**record, "row_id": row_id}, "origin": origin, "filler": index == FILLER}
+        return item | ({"weight": float(self.column("weight")[max(index, 0)])} if self.weighted else {})
 
 
 def picture_files(source: Source, batch: dict[str, list[Any]], i: int, row_id: int) -> list[Path]:
@@ -150,4 +155,7 @@ def picture_files(source: Source, batch: dict[str, list[Any]], i: int, row_id: i
 def _collate(items: Sequence[Mapping[str, Any]], collator: VlmCollator) -> dict[str, Tensor]:
     batch = collator([item["record"] for item in items], [item["origin"] for item in items])
     batch["loss_mask"][torch.tensor([item["filler"] for item in items])] = 0
+    if "weight" in items[0]:
+        weights = torch.tensor([item["weight"] for item in items]).unsqueeze(1)
+        batch["loss_weights"] = weights * batch["attention_mask"]
     return batch

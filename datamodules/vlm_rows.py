@@ -43,15 +43,21 @@ def parse_vlm_row(record: object, folder: Path | None = None) -> VlmChat:
         if isinstance(content, str):
             return content
         if not isinstance(content, Sequence) or isinstance(content, bytes):
-            raise BadRow(f"the content of the {role} turn must be text or a list of parts, got {content!r:.60}")
+            raise BadRow(
+                f"the content of the {role} turn must be text or a list of parts, got {content!r:.60}",
+                "content is no text",
+            )
         return [_read_part(part, role, media, waiting, folder) for part in content]
 
     chat = parse_row(record, read_content)
     if isinstance(chat, TokenRow):
-        raise BadRow("input_ids are not read here: a row with pictures must be a conversation")
+        raise BadRow("input_ids are not read here: a row with pictures must be a conversation", "unknown fields")
     left_over = len(list(waiting))
     if left_over:
-        raise BadRow(f"the row has {left_over} pictures more than its turns have parts of type 'image'")
+        raise BadRow(
+            f"the row has {left_over} pictures more than its turns have parts of type 'image'",
+            "pictures and parts differ",
+        )
     return VlmChat(chat, media["image"], media["video"])
 
 
@@ -85,21 +91,27 @@ def _read_part(
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or kind not in ("text", "image", "video"):
-        raise BadRow(f"the {role} turn has a part of type {kind!r}; known are text, image, video")
+        raise BadRow(f"the {role} turn has a part of type {kind!r}; known are text, image, video", "content is no text")
     if kind == "text":
         if not isinstance(part.get("text"), str):
-            raise BadRow(f"the {role} turn has a text part without text")
+            raise BadRow(f"the {role} turn has a text part without text", "content is no text")
         return {"type": "text", "text": part["text"]}
     if role == "assistant":
-        raise BadRow(f"the assistant turn has a part of type {kind!r}, but a draft learns to write text only")
+        raise BadRow(
+            f"the assistant turn has a part of type {kind!r}, but a draft learns to write text only",
+            "content is no text",
+        )
     source = next((part[name] for name in _SOURCES[kind] if part.get(name) is not None), None)
     if kind == "image":
         source = next(waiting, None) if source is None else source
         if source is None:
-            raise BadRow(f"picture {len(media['image']) + 1} of the row is missing: its part has none, nor has the row")
+            raise BadRow(
+                f"picture {len(media['image']) + 1} of the row is missing: its part has none, nor has the row",
+                "pictures and parts differ",
+            )
         media["image"].append(load_image(source, folder))
     elif source is None:
-        raise BadRow(f"the {role} turn has a video part without a video")
+        raise BadRow(f"the {role} turn has a video part without a video", "pictures and parts differ")
     else:
         media["video"].append(source)
     return {"type": kind}

@@ -6,12 +6,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import ArgsType, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
 
 # Importing these makes their short names known to the command line.
@@ -28,7 +29,8 @@ from dspark_lightning.export import (
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.tools.calibrate import calibrate
 from dspark_lightning.tools.evaluate import evaluate
-from dspark_lightning.tools.precompute import precompute
+from dspark_lightning.tools.inspect_data import inspect_data, parse_shown
+from dspark_lightning.tools.precompute import parse_filling, precompute
 from dspark_lightning.tools.report import report
 from dspark_lightning.tools.schedule import schedule
 
@@ -77,12 +79,22 @@ class DSparkCLI(LightningCLI):
 
 
 class PartsCLI(DSparkCLI):
-    """Builds trainer, module and datamodule for a tool, from any configuration of a fit, also one that a run saved."""
+    """Takes the command line of `fit` and builds its trainer, module and datamodule, for a tool; nothing is trained."""
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Take the arguments of `fit` itself, which build nothing."""
-        for name in ("ckpt_path", "weights_only"):
-            parser.add_argument(f"--{name}", help="of fit; not used here")
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Do nothing."""
+
+
+class DataCLI(PartsCLI):
+    """Builds what data is read with."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """One process on the CPU, whatever machines the configuration is for."""
+        del kwargs
+        self.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+        self.trainer.strategy.connect(self.model)
+        self.datamodule.trainer = self.trainer
+        return self.trainer
 
 
 class SaveConfig(SaveConfigCallback):
@@ -138,10 +150,7 @@ TOOLS: dict[str, Callable[..., None]] = {
 }
 
 
-LIGHTNING_TOOLS: dict[str, Callable[[Sequence[str], Callable[[list[str]], LightningCLI]], None]] = {
-    "precompute": precompute,
-}
-"""Tools that take the configuration of a fit: called with the command line and with what builds its objects."""
+_TOOL_NAMES = [*TOOLS, "data inspect", "precompute"]
 
 
 def main(args: ArgsType = None) -> None:
@@ -151,23 +160,28 @@ def main(args: ArgsType = None) -> None:
         ".*was deprecated in v4.49.0",
         ".*LeafSpec",
         ".*assuming the intent is to load in a single process",
+        "LightningCLI's args parameter",
     ):
         warnings.filterwarnings("ignore", message=pattern)
     if os.getcwd() not in sys.path:  # where the user's own modules are; behind all others, so that none is shadowed
         sys.path.append(os.getcwd())
     argv = sys.argv[1:] if args is None else args
     try:
-        if isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
+        if isinstance(argv, Sequence) and list(argv[:2]) == ["data", "inspect"]:
+            shown, rest = parse_shown(list(argv[2:]))
+            inspect_data(run_lightning(["fit", *rest], cli=DataCLI).datamodule, shown)
+        elif isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
             run_tool(argv[0], list(argv[1:]))
-        elif isinstance(argv, Sequence) and argv and argv[0] in LIGHTNING_TOOLS:
-            LIGHTNING_TOOLS[argv[0]](argv[1:], lambda rest: run_lightning(rest, run=False))
+        elif isinstance(argv, Sequence) and argv and argv[0] == "precompute":
+            filling, rest = parse_filling(list(argv[1:]))
+            precompute(run_lightning(["fit", *rest], cli=PartsCLI), filling)
         elif (
             isinstance(argv, Sequence)
             and argv
             and not argv[0].startswith("-")
             and argv[0] not in DSparkCLI.subcommands()
         ):
-            known = ", ".join([*DSparkCLI.subcommands(), *TOOLS, *LIGHTNING_TOOLS])
+            known = ", ".join([*DSparkCLI.subcommands(), *_TOOL_NAMES])
             raise ValueError(f"there is no command {argv[0]!r}; known are {known}")
         else:
             run_lightning(args)
@@ -224,14 +238,15 @@ def _message_for_the_user(error: BaseException | None) -> str | None:
     return None
 
 
-def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:
+def run_lightning(args: ArgsType = None, run: bool = True, cli: type[DSparkCLI] = DSparkCLI) -> DSparkCLI:
     """Build the trainer, the module and the datamodule from a configuration, and run the subcommand.
 
     Args:
         args: command line; None reads sys.argv.
-        run: False only builds them (`.trainer`, `.model`, `.datamodule`); the command line is then without subcommand.
+        run: False only builds them (`.trainer`, `.model`, `.datamodule`).
+        cli: what builds and runs.
     """
-    return (DSparkCLI if run else PartsCLI)(
+    return cli(
         DSparkModule,
         LightningDataModule,
         subclass_mode_model=True,
@@ -242,7 +257,7 @@ def run_lightning(args: ArgsType = None, run: bool = True) -> DSparkCLI:
         parser_kwargs={
             "version": __version__,
             "description": "Train DSpark drafters with Lightning. "
-            f"Tools beside the subcommands below: {', '.join([*TOOLS, *LIGHTNING_TOOLS])} (dspark TOOL --help).",
+            f"Tools beside the subcommands below: {', '.join(_TOOL_NAMES)} (dspark TOOL --help).",
         },
         args=args,
         run=run,

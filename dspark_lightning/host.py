@@ -5,7 +5,7 @@ from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-_NEEDED = ("row_id", "loss_mask", "attention_mask", "seq_lens", "doc_remaining")
+_NEEDED = ("row_id", "loss_mask", "loss_weights", "attention_mask", "seq_lens", "doc_remaining")
 
 T = TypeVar("T")
 

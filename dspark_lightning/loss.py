@@ -5,6 +5,9 @@ With p the draft's and q the teacher's distribution, m = eval_mask, w = m exp(-k
     CE = sum w (-log p[label]) / sum w      TV = sum w |p - q|_1 / sum w      conf = sum w BCE(confidence, a) / sum w
     loss = ce_alpha CE + l1_alpha TV + conf_alpha conf
 
+Where blocks have weights of their own, w is multiplied by that of the slot's block, in the loss and its denominator.
+What is measured beside the loss (acceptance, tau, calibration) does not know these weights.
+
 Everything is fp32: a probability difference in bf16 puts the gradient off by up to a third.
 Shapes: B samples, N anchors, K block size, V vocabulary.
 """
@@ -78,7 +81,8 @@ def compute_dspark_loss(
     autocast = autocast_dtype(outputs.eval_mask.device)  # what the caller would have projected in
     with without_autocast(outputs.eval_mask.device):
         mask = outputs.eval_mask.float()
-        weight = mask * _slot_decay(outputs.eval_mask, loss_decay_gamma)
+        decay = mask * _slot_decay(outputs.eval_mask, loss_decay_gamma)
+        weight = decay if outputs.block_weights is None else decay * outputs.block_weights.float().unsqueeze(-1)
         if isinstance(outputs, DSparkForwardOutput):
             losses = _losses_from_logits(outputs, weight, ce_loss_alpha, l1_loss_alpha)
         else:
@@ -94,7 +98,7 @@ def compute_dspark_loss(
         loss = numerator / (weight.sum() + EPS)
         if not return_terms:
             return loss
-        terms = {"loss": loss, **_terms(outputs, losses, sums, weight, mask)}
+        terms = {"loss": loss, **_terms(outputs, losses, sums, weight.sum(), decay)}
         return loss, {name: term.detach() for name, term in terms.items()}
 
 
@@ -188,21 +192,21 @@ def _terms(
     outputs: DSparkForwardOutput | DSparkHiddenOutput,
     losses: _SlotLosses,
     sums: dict[str, Tensor],
-    weight: Tensor,
-    mask: Tensor,
+    den: Tensor,
+    decay: Tensor,
 ) -> dict[str, Tensor]:
     """What `compute_dspark_loss` returns beside the loss."""
-    den = weight.sum()
+    mask = outputs.eval_mask.float()
     terms = {"loss_den": den, "supervised_tokens": mask.sum(), "kept_anchors": outputs.block_keep_mask.sum().float()}
     terms |= {name: total / (den + EPS) for name, total in sums.items()}
     terms |= {f"{name}_num": total for name, total in sums.items()}
     if losses.tv is None:
         return terms
-    accept_rate = torch.zeros_like(weight).flatten().index_copy(0, losses.slots, _acceptance(losses.tv))
-    accept_rate = accept_rate.view_as(weight)  # [B, N, K], 0 where off
+    accept_rate = torch.zeros_like(mask).flatten().index_copy(0, losses.slots, _acceptance(losses.tv))
+    accept_rate = accept_rate.view_as(mask)  # [B, N, K], 0 where off
     terms |= _acceptance_sums(accept_rate, mask)
     if outputs.confidence_pred is not None:
-        terms |= _calibration_sums(outputs.confidence_pred, accept_rate, mask, weight)
+        terms |= _calibration_sums(outputs.confidence_pred, accept_rate, mask, decay)
     return terms
 
 

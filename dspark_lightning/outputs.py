@@ -25,6 +25,7 @@ class DSparkForwardOutput(NamedTuple):
     block_keep_mask: Tensor  # [B, N] bool, blocks that stand for a real anchor
     confidence_pred: Tensor | None  # [B, N, K] fp32 logit of "this slot's token will be accepted"
     aligned_target_logits: Tensor | None  # [B, N, K, V], the teacher's logits of the same slots
+    block_weights: Tensor | None = None  # [B, N] fp32, factor of the block's slots in the loss; None for 1
 
 
 class DSparkHiddenOutput(NamedTuple):
@@ -44,3 +45,4 @@ class DSparkHiddenOutput(NamedTuple):
     eval_mask: Tensor  # [B, N, K] bool
     block_keep_mask: Tensor  # [B, N] bool
     confidence_pred: Tensor | None  # [B, N, K] fp32
+    block_weights: Tensor | None = None  # [B, N] fp32

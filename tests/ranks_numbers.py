@@ -21,8 +21,8 @@ from fakes import RecordingLogger
 from ranks_helpers import STRATEGIES, quiet_trainer
 
 STEPS, ROWS, LENGTH = 8, 4, 40
-SCENARIOS = ("unequal", "none", "accumulated", "plain", "clipped")
-OF_SGD = ("plain", "clipped")
+SCENARIOS = ("unequal", "none", "accumulated", "plain", "clipped", "weighted")
+OF_SGD = {"plain": 0.2, "clipped": 1.0, "weighted": 0.2}
 
 
 def global_batch(scenario: str, index: int) -> dict[str, Tensor]:
@@ -34,7 +34,8 @@ def global_batch(scenario: str, index: int) -> dict[str, Tensor]:
         supervised[2:] *= index % 2
         supervised *= index != 5
     places = torch.arange(LENGTH)
-    return {
+    weights = {"loss_weights": torch.tensor([[3.0], [0.5], [1.0], [0.1]]).expand(-1, LENGTH)}
+    return (weights if scenario == "weighted" else {}) | {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "loss_mask": (places >= LENGTH - supervised.unsqueeze(-1)).long(),
@@ -58,7 +59,7 @@ def train(scenario: str, strategy: str, folder: Path) -> dict[str, Any]:
     accumulate = 2 if scenario == "accumulated" else 1
     clip = {"gradient_clip_val": 0.1} if scenario == "clipped" else {}
     # Adam hardly notices that gradients were scaled, so that is looked at through SGD.
-    optimizer = partial(SGD, lr={"plain": 0.2, "clipped": 1.0}[scenario]) if scenario in OF_SGD else default_optimizer
+    optimizer = partial(SGD, lr=OF_SGD[scenario]) if scenario in OF_SGD else default_optimizer
     trainer = quiet_trainer(
         strategy,
         folder,

@@ -200,7 +200,7 @@ def test_the_manifest_says_what_the_rows_are(cache: Path) -> None:
     source.trainer.strategy._lightning_module = new_module()
     source.setup("fit")
 
-    assert manifest["splits"]["train"] == {"rows": 40, "tokens": int(source.rows["train"].lengths().sum())}
+    assert manifest["splits"]["train"] == {"rows": 40, "tokens": int(source.row_sets["train"].lengths().sum())}
     assert manifest["bytes_per_token"] == 2 * 3 * 128 + 5
     assert manifest["fingerprint"]["target_layer_ids"] == [1, 3]
 

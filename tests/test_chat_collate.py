@@ -20,6 +20,13 @@ def test_right_padding_by_hand() -> None:
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
 
 
+def test_weights_are_padded_beside_the_mask() -> None:
+    rows = [row(3, 0) | {"loss_weights": torch.full((3,), 0.5)}, row(8, 1) | {"loss_weights": torch.ones(8)}]
+    weights = collate_rows(rows, pad_token_id=9, max_length=100)["loss_weights"]
+    assert weights.tolist() == [[0.5] * 3 + [0] * 5, [1] * 8]
+    assert weights.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("longest", "max_length", "size"), [(8, 100, 8), (9, 100, 16), (9, 12, 12), (12, 12, 12), (1, 3, 3)]
 )

@@ -173,10 +173,12 @@ def test_a_template_that_rewrites_history_names_template_and_row(make: Make, tmp
 
 def test_bad_rows_are_skipped_up_to_a_limit(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     rows = [ROWS[0], "{broken", ROWS[1], {"messages": []}]
-    with pytest.warns(UserWarning, match=r"skipped \S+train.jsonl:2: not JSON"):
+    with pytest.warns(UserWarning, match=r": 1 not JSON, the first: \S+train.jsonl:2: not JSON"):
         datamodule = fit(make(rows, max_bad_rows=2))
     assert train_ids(datamodule) == [0, 2]
-    with pytest.raises(ValueError, match=r"train.jsonl:4: messages must be .* \(2 bad rows, max_bad_rows 1\)$"):
+    with pytest.raises(
+        ValueError, match=r"train.jsonl:4: messages must be .* \(2 bad rows, max_bad_rows 1: 1 not JSON, 1 no turns\)$"
+    ):
         fit(make(rows, max_bad_rows=1))
 
 
@@ -291,6 +293,13 @@ def test_ranks_share_the_rows(make: Make) -> None:
         ({"max_bad_rows": -1}, "max_bad_rows must be at least 0, got -1"),
         ({"min_supervised_tokens": 0}, "min_supervised_tokens must be at least 2, got 0"),
         ({"supervise": "first"}, "supervise must be 'all' or 'last', got 'first'"),
+        ({"supervise_roles": ["user"]}, "supervise_roles must hold assistant, .* system, .* tool, got \\['user'\\]"),
+        ({"supervise_roles": ["assistant", "bot"]}, "roles out of system, .*, got \\['assistant', 'bot'\\]"),
+        ({"supervise_roles": "assistant"}, "got 'assistant'"),
+        (
+            {"supervise_roles": ["assistant", "user"], "supervise": "last"},
+            "supervise 'last' takes the last answer alone, but supervise_roles is .*: leave one of them out",
+        ),
         ({"val_fraction": 1.0}, "val_fraction must be at least 0 and below 1, got 1.0"),
         ({"val_fraction": 0.1, "val_data": "x.jsonl"}, "val_fraction 0.1 chooses .*, but so does val_data 'x.jsonl'"),
         ({"val_fraction": 0.1, "val_split": "test"}, "but so does val_split 'test': give one of them"),

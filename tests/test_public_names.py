@@ -7,7 +7,8 @@ import pytest
 import dspark_lightning
 
 ARGUMENTS = {
-    "DSparkForwardOutput": "draft_logits target_ids eval_mask block_keep_mask confidence_pred aligned_target_logits",
+    "DSparkForwardOutput": "draft_logits target_ids eval_mask block_keep_mask confidence_pred aligned_target_logits "
+    "block_weights",
     "AcceptRatePredictor": "input_dim",
     "build_anchor_candidate_mask": "seq_len loss_mask doc_remaining",
     "sample_anchor_positions": "seq_len loss_mask num_anchors device doc_remaining generators",
@@ -51,7 +52,7 @@ METHODS = {
     "HFDSparkTargetModel.generate_batch": "input_ids attention_mask loss_mask position_ids seq_lens doc_remaining "
     "multimodal",
     "Qwen3DSparkModel.forward": "input_ids target_hidden_states loss_mask target_last_hidden_states position_ids "
-    "seq_lens doc_remaining anchor_positions block_keep_mask attention_mask output",
+    "seq_lens doc_remaining anchor_positions block_keep_mask attention_mask output loss_weights",
     "Qwen3DSparkModel.initialize_embeddings_and_head": "embed_tokens lm_head freeze",
     "Qwen3DSparkModel.predict_confidence_step": "hidden prev_token_ids",
     "Qwen3DSparkModel.sample_draft_tokens": "base_logits first_prev_token_ids temperature hidden_states generator",

@@ -45,3 +45,4 @@ def test_the_scenarios_train_the_draft(one_rank: dict[str, dict[str, Any]]) -> N
     learned = {name: one_rank[name]["weights"]["fc.weight"] for name in SCENARIOS}
     moved = {name: (learned[name] - learned["unequal"]).abs().max().item() for name in SCENARIOS}
     assert all(moved[name] > 1e-3 for name in SCENARIOS if name != "unequal"), moved
+    assert (learned["weighted"] - learned["plain"]).abs().max() > 1e-3

@@ -1,8 +1,9 @@
+import math
 from typing import Any
 
 import pytest
 
-from dspark_lightning.datamodules.rows import BadRow, Chat, TokenRow, parse_row
+from dspark_lightning.datamodules.rows import BadRow, Chat, TokenRow, id_digest, parse_row
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 TEXT_PARTS = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
@@ -38,6 +39,25 @@ def test_what_stands_beside_the_text_is_kept() -> None:
     )
 
 
+def test_turns_that_may_be_empty() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    thought = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    empty = [{"role": role, "content": ""} for role in ("system", "developer", "tool")]
+    turns = [empty[0], empty[1], USER, call, empty[2], thought]
+    assert parse_row({"messages": turns}) == Chat(turns)
+    assert parse_row({"messages": [{"role": "user", "content": ""}]}, needs_answer=False) == Chat(
+        [{"role": "user", "content": ""}]
+    )
+
+
+def test_weights_and_ids() -> None:
+    assert parse_row({"messages": [USER, ASSISTANT], "weight": 0.5}) == Chat([USER, ASSISTANT], weight=0.5)
+    assert parse_row({"input_ids": [5], "loss_mask": [1], "weight": 0}) == TokenRow([5], [1], weight=0)
+    assert parse_row({"messages": [USER, ASSISTANT], "weight": None}) == Chat([USER, ASSISTANT])
+    assert id_digest({"id": "a"}) == id_digest({"id": "a", "x": 1}) != id_digest({"id": "b"})
+    assert id_digest({"id": None}) == id_digest({}) == id_digest(None) == 0 != id_digest({"id": 0})
+
+
 def test_tokenised_rows_pass_through() -> None:
     assert parse_row({"input_ids": [5, 6, 7], "loss_mask": [False, True, True]}) == TokenRow([5, 6, 7], [0, 1, 1])
 
@@ -65,6 +85,22 @@ def test_tokenised_rows_pass_through() -> None:
         ({"input_ids": [1, 2], "loss_mask": [1]}, "input_ids needs a loss_mask of its 2 entries, got 1"),
         ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "loss_mask 0 or 1"),
         ({"input_ids": ["a"], "loss_mask": [0]}, "input_ids must be integers"),
+        ({"messages": None}, r"the fields are \[\]"),
+        ({"messages": [None]}, "a turn must be an object with role and content, got None"),
+        ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, r"the assistant turn is empty \(turn 2 of 2\)"),
+        ({"messages": [{"role": "user", "content": ""}, ASSISTANT]}, "the user turn is empty"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}, ASSISTANT]},
+            "the user turn is empty",
+        ),
+        ({"prompt": "hi", "response": ""}, "the assistant turn is empty"),
+        *(
+            (
+                {"prompt": "hi", "response": "hello", "weight": weight},
+                "weight must be a number, 0 or positive and finite",
+            )
+            for weight in (-1, math.nan, math.inf, 1e39, 10**400, True, "2")
+        ),
     ],
 )
 def test_bad_rows_say_why(record: object, message: str) -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from dspark_lightning.datamodules.encode import FEATURES
-from dspark_lightning.datamodules.rowset import RowSet
+from dspark_lightning.datamodules.rowset import Dropped, RowSet
 from dspark_lightning.datamodules.sampler import FILLER
 
 
@@ -18,7 +19,10 @@ def table(digests: list[int], **columns: list[Any]) -> Dataset:
         "loss_mask": [[0, 1]] * count,
         "supervised": [5] * count,
         "cut": [False] * count,
+        "weight": [1.0] * count,
         "digest": digests,
+        "id_digest": [0] * count,
+        "fault": [""] * count,
         "error": [""] * count,
     }
     return Dataset.from_dict(filled | columns, features=FEATURES)
@@ -33,14 +37,43 @@ def row_ids(rows: RowSet) -> list[int]:
 
 
 def test_rows_are_dropped_and_counted_by_reason() -> None:
-    rows = rows_of("data", table([1, 2, 3, 4], supervised=[5, 0, 4, 6], error=["", "a:2: no", "", ""])).usable(5)
+    encoded = table(
+        [1, 2, 3, 4, 5, 6],
+        supervised=[5, 0, 4, 6, 0, 0],
+        fault=["", "not JSON", "", "", "blank lines", "not JSON"],
+        error=["", "a:2: no", "", "", "", "a:6: no"],
+    )
+    rows = replace(rows_of("data", encoded), place="row {}".format).usable(5)
     assert row_ids(rows) == [10, 13]
-    assert rows.dropped == {"malformed": 1, "under 5 supervised tokens": 1}
-    assert rows.errors(3) == ["a:2: no"]
     assert rows.summary() == (
-        "data: 4 rows read, 2 kept (dropped: 1 malformed, 1 under 5 supervised tokens), "
+        "data: 6 rows read, 2 kept (dropped: 2 not JSON, 1 blank lines, 1 under 5 supervised tokens), "
         "0 of them cut to max_length; 11 supervised tokens"
     )
+    assert list(rows.losses()) == [
+        ("2 not JSON, the first: a:2: no", True),
+        ("1 blank lines, the first: row 14", False),
+        ("1 under 5 supervised tokens, the first: row 12", False),
+    ]
+
+
+def test_of_rows_with_one_id_the_first_good_one_is_kept() -> None:
+    rows = rows_of("data", table([1, 2, 3, 4, 5, 6], id_digest=[7, 0, 8, 7, 0, 8], fault=["", "", "bad", "", "", ""]))
+    assert row_ids(rows.usable(0)) == [10, 11, 14, 15]
+    assert rows.usable(0).dropped["with the id of an earlier row"] == Dropped(1, 3)
+
+
+def test_rows_of_weight_0_are_dropped_and_other_weights_come_with_the_items() -> None:
+    rows = rows_of("data", table([1, 2, 3], weight=[1.0, 0.0, 0.5])).usable(0)
+    assert row_ids(rows) == [10, 12]
+    assert rows.dropped == {"weight 0": Dropped(1, 1)}
+    assert [rows[i]["loss_weights"].tolist() for i in (0, 1, FILLER)] == [[1, 1], [0.5, 0.5], [1, 1]]
+    assert rows[0]["loss_weights"].dtype == torch.float32
+
+
+def test_rows_that_all_weigh_1_have_no_weights() -> None:
+    rows = rows_of("data", table([1, 2], weight=[1.0, 0.0])).usable(0)
+    assert not rows.weighted
+    assert "loss_weights" not in rows[0]
 
 
 def test_items_are_int64_tensors_and_a_filler_supervises_nothing() -> None:
@@ -55,7 +88,7 @@ def test_items_are_int64_tensors_and_a_filler_supervises_nothing() -> None:
 def test_training_rows_that_are_validation_rows_too_are_dropped() -> None:
     train = rows_of("train", table([1, 2, 3, 2])).usable(0).without_rows_of(rows_of("val", table([2, 9])).usable(0))
     assert row_ids(train) == [10, 12]
-    assert train.dropped["identical to a validation row"] == 2
+    assert train.dropped["identical to a validation row"] == Dropped(2, 1)
 
 
 DIGESTS = [(i * 0x9E3779B97F4A7C15) % 2**64 - 2**63 for i in range(200)]

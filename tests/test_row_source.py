@@ -1,5 +1,6 @@
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from datasets import Dataset
 
 from chat_helpers import chat, write_jsonl
 from chat_helpers import datasets_cache as datasets_cache
+from dspark_lightning.datamodules import source as source_module
 from dspark_lightning.datamodules.rows import BadRow
 from dspark_lightning.datamodules.source import Source, load_source
 
@@ -75,10 +77,62 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert records(load_source("train_data", path, "train")) == ROWS[1:2]
 
 
-def test_a_line_that_is_not_json(tmp_path: Path) -> None:
-    source = load_source("train_data", write_jsonl(tmp_path / "a.jsonl", [ROWS[0], '{"messages": [}']), "train")
-    with pytest.raises(BadRow, match=r"^not JSON: Expecting value \(column 15\)$"):
-        records(source)
+def test_of_a_file_that_grows_only_what_was_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(write_jsonl(tmp_path / "a.jsonl", ROWS[:2]))
+    read = source_module._lines
+
+    def append_then_read(file: str, size: int) -> Iterator[bytes]:
+        with path.open("a") as stream:
+            stream.write(json.dumps(ROWS[2]) + "\n")
+        return read(file, size)
+
+    monkeypatch.setattr(source_module, "_lines", append_then_read)
+    grown = load_source("train_data", str(path), "train")
+    monkeypatch.undo()
+    assert records(grown) == ROWS[:2]
+    assert records(load_source("train_data", str(path), "train")) == ROWS[:3]  # not out of the cache
+
+
+def test_files_that_grow_keep_their_line_numbers(tmp_path: Path) -> None:
+    first = Path(write_jsonl(tmp_path / "a.jsonl", ROWS[:2]))
+    write_jsonl(tmp_path / "b.jsonl", ROWS[2:])
+    source = load_source("train_data", str(tmp_path / "*.jsonl"), "train")
+    with first.open("a") as stream:
+        stream.write("{}\n{}\n{}\n")
+    assert source.place(2) == f"{tmp_path}/b.jsonl:1"
+
+
+def test_a_torn_last_line_is_one_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1])[:20])
+    source = load_source("train_data", str(path), "train")
+    assert source.record(source.table[:], 0) == ROWS[0]
+    with pytest.raises(BadRow, match=r"^not JSON: Unterminated string"):
+        source.record(source.table[:], 1)
+    path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1]))  # whole, without the newline
+    assert records(load_source("train_data", str(path), "train")) == ROWS[:2]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "message"),
+    [
+        (b'{"messages": [}', "not JSON", r"^not JSON: Expecting value \(column 15\)$"),
+        (b'{"a": "\xfc"}', "not UTF-8", r"^not UTF-8: byte 0xfc \(column 8\): invalid start byte$"),
+        (b'{"a": "\\\xfc"}', "not UTF-8", "byte 0xfc"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "not JSON", "^not JSON that can be read: Exceeds the limit"),
+        (b"[" * 100_000, "not JSON", "^not a row: JSON nested too deeply$"),
+        (b"null", "null row", "^the row is null$"),
+    ],
+)
+def test_a_line_that_cannot_be_read_leaves_the_others(tmp_path: Path, line: bytes, kind: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(ROWS[0]).encode() + b"\n" + line + b"\n" + json.dumps(ROWS[1]).encode() + b"\n")
+    source = load_source("train_data", str(path), "train")
+    batch = source.table[:]
+    assert [source.record(batch, i) for i in (0, 2)] == ROWS[:2]
+    with pytest.raises(BadRow, match=message) as error:
+        source.record(batch, 1)
+    assert error.value.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -86,13 +140,13 @@ def test_a_line_that_is_not_json(tmp_path: Path) -> None:
     [
         ("missing.jsonl", "train", r"^val_data 'missing.jsonl', split 'train': no such file: expected .jsonl"),
         ("{dir}/no/where", "train", "no such file"),
-        ("{dir}/*.json", "train", "no such file"),
+        ("{dir}/*.parq", "train", "no such file"),
         ("{dir}/empty.jsonl", "train", r"the file \S+empty.jsonl is empty$"),
         ("{dir}/a.jsonl", "test", "files have the one split 'train'$"),
         ("{dir}/a.jsonl", "train[", "Unrecognized instruction format"),
         ("{dir}/a.jsonl", "train[5:]", r"split 'train\[5:\]' holds no row of 5$"),
         ("{dir}/a.txt", "train", r"expected files of one kind, .jsonl, .json, .parquet"),
-        ("{dir}/latin.jsonl", "train", "'utf-8' codec can't decode byte"),
+        ("{dir}/latin.json", "train", "'utf-8' codec can't decode byte"),
         ("{dir}/broken.parquet", "train", "Parquet magic bytes not found"),
         ("nobody/nothing", "train", "^val_data 'nobody/nothing', split 'train': .*nobody/nothing"),
     ],
@@ -101,7 +155,7 @@ def test_unreadable_data_is_named_in_one_line(tmp_path: Path, data: str, split: 
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     write_jsonl(tmp_path / "empty.jsonl", [])
     write_jsonl(tmp_path / "a.txt", ROWS)
-    (tmp_path / "latin.jsonl").write_bytes('{"a": "ü"}'.encode("latin-1"))
+    (tmp_path / "latin.json").write_bytes('[{"a": "ü"}]'.encode("latin-1"))
     (tmp_path / "broken.parquet").write_bytes(b"not a parquet file")
     with pytest.raises(ValueError, match=message) as error:
         load_source("val_data", data.format(dir=tmp_path), split)

@@ -149,10 +149,11 @@ def test_rows_are_counted_by_what_becomes_of_them(
     ]
     data = module(processor, write(tmp_path / "rows.jsonl", rows), max_bad_rows=1)
     summary = data._rows["train"].summary()
-    assert "4 rows read, 2 kept (dropped: 1 malformed, 1 under 4 supervised tokens), 1 of them cut" in summary
-    assert data._rows["train"].errors(3) == [
+    assert "4 rows read, 2 kept (dropped: 1 unreadable picture, 1 under 4 supervised tokens), 1 of them cut" in summary
+    [(loss, is_bad), *_] = data.row_sets["train"].losses()
+    assert is_bad and loss.endswith(
         f"{tmp_path / 'rows.jsonl'}:3: the image file '{tmp_path / 'no.png'}' does not exist or is no file"
-    ]
+    )
     with pytest.raises(
         ValueError, match=r"rows\.jsonl:3: the image file '.*no\.png' does not exist or is no file \(1 bad rows"
     ):
@@ -227,6 +228,17 @@ def test_the_white_picture_is_part_of_the_cache_key(processor: str, tmp_path: Pa
 def test_the_supervised_part_is_shown(processor: str, tmp_path: Path) -> None:
     data = module(processor, SOURCES["paths beside the file"](tmp_path))
     assert f"⟦{ANSWER}<|im_end|>⟧" in data.preview()
+
+
+def test_weights_of_rows_come_with_the_batches(processor: str, tmp_path: Path) -> None:
+    rows = [
+        {"messages": turns(), "weight": 0.5},
+        {"messages": turns(question="Which?"), "weight": 0},
+        {"messages": turns()},
+    ]
+    batch = first_batch(module(processor, write(tmp_path / "rows.jsonl", rows), seed=1))
+    for row, weights, mask in zip(*(batch[key] for key in ("row_id", "loss_weights", "attention_mask")), strict=True):
+        assert weights.tolist() == (mask * {0: 0.5, 2: 1.0}[int(row)]).tolist()
 
 
 def test_a_validation_filler_supervises_nothing(processor: str, tmp_path: Path) -> None:

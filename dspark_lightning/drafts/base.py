@@ -126,6 +126,7 @@ class DSparkDraft(PreTrainedModel):
         block_keep_mask: Tensor | None = None,  # [B, N]
         attention_mask: Tensor | None = None,  # [B, S]
         output: OutputKind = "logits",
+        loss_weights: Tensor | None = None,  # [B, S]
     ) -> DSparkForwardOutput | DSparkHiddenOutput:
         """Draft the block behind every anchor, teacher forced.
 
@@ -144,6 +145,7 @@ class DSparkDraft(PreTrainedModel):
             block_keep_mask: False marks dummy blocks.
             attention_mask: 0 = never visible as context.
             output: "logits" projects every slot to the vocabulary, "hidden" leaves that to `compute_dspark_loss`.
+            loss_weights: what the tokens of a document count in the loss; read at the anchors. None counts all alike.
 
         Raises:
             ValueError: only one of anchor_positions and block_keep_mask, or an unknown output.
@@ -152,7 +154,7 @@ class DSparkDraft(PreTrainedModel):
             raise ValueError(f"output must be one of {', '.join(get_args(OutputKind))}, got {output!r}")
         loss_mask, attention_mask, seq_lens = unboxed(loss_mask), unboxed(attention_mask), unboxed(seq_lens)
         anchor_positions, block_keep_mask = unboxed(anchor_positions), unboxed(block_keep_mask)
-        doc_remaining = unboxed(doc_remaining)
+        doc_remaining, loss_weights = unboxed(doc_remaining), unboxed(loss_weights)
         seq_len, device = input_ids.shape[1], input_ids.device
         if (anchor_positions is None) != (block_keep_mask is None):
             raise ValueError("anchor_positions and block_keep_mask must be given together")
@@ -190,6 +192,9 @@ class DSparkDraft(PreTrainedModel):
             "block_keep_mask": block_keep_mask.to(device, non_blocking=True),
             "confidence_pred": self.predict_confidence_step(hidden, prev_ids),
         }
+        if loss_weights is not None:
+            block_weights = loss_weights.to(host).float().gather(1, anchor_positions)
+            shared["block_weights"] = block_weights.to(device, non_blocking=True)
         markov = self.markov_head
         if output == "hidden":
             return DSparkHiddenOutput(

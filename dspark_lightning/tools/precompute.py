@@ -1,7 +1,8 @@
 """`dspark precompute`: fill a feature cache, so that training need not run the target."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import LightningDataModule
@@ -17,49 +18,61 @@ _NO_TRAINING = (  # nothing of a fit but the devices and the precision
     "--trainer.use_distributed_sampler=false",
 )
 
-_DESCRIPTION = """Run the target once over all rows of a configuration and store its features.
-
-The configuration is the one that dspark fit takes, --data.init_args.train_data and other overrides included. What the
-cache holds already is not computed again, so a run that was stopped goes on where it was; damaged files are named and
-made anew. Under several devices each writes files of its own, and a target that does not fit on one is split by the
-strategy of the configuration."""
+_DESCRIPTION = """Run the target once over all rows of a configuration and store its features. What the cache holds
+already is not computed again, so a run that was stopped goes on where it was; damaged files are named and made anew.
+Each of several devices writes files of its own; a target too big for one is split by the configuration's strategy."""
 
 
-def precompute(args: Sequence[str], build: Callable[[list[str]], LightningCLI]) -> None:
-    """Fill a feature cache.
+@dataclass(frozen=True)
+class Filling:
+    """What is to be filled."""
 
-    Args:
-        args: the command line behind `dspark precompute`.
-        build: makes trainer, module and datamodule from what is left of it.
+    cache: str | None  # folder; None where the configuration names it
+    limit_gb: float | None
 
-    Raises:
-        ValueError: no cache is named, or the datamodule has no rows of its own to compute features for.
-    """
+
+def parse_filling(args: Sequence[str]) -> tuple[Filling, list[str]]:
+    """Take this command's own options out of a command line; the rest is that of `dspark fit`."""
     parser = argparse.ArgumentParser(
-        "dspark precompute", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        "dspark precompute",
+        description=_DESCRIPTION,
+        epilog="All other options are those of `dspark fit`: --config my.yaml --data.init_args.max_length 512 ...",
+        allow_abbrev=False,
     )
     parser.add_argument("--cache", metavar="DIR", help="folder of the cache; begun where there is none")
     parser.add_argument("--limit_gb", type=float, help="what the whole cache may take; default: what is free")
     own, rest = parser.parse_known_args(args)
-    cli = build([*rest, *_NO_TRAINING])
-    datamodule = filling(cli.datamodule, own.cache, own.limit_gb)
+    return Filling(own.cache, own.limit_gb), [*rest, *_NO_TRAINING]
+
+
+def precompute(cli: LightningCLI, filling: Filling) -> None:
+    """Fill a feature cache.
+
+    Args:
+        cli: with trainer, module and datamodule.
+        filling: what is to be filled.
+
+    Raises:
+        ValueError: no cache is named, or the datamodule has no rows of its own to compute features for.
+    """
+    datamodule = filling_datamodule(cli.datamodule, filling)
     cli.trainer.predict(cli.model, datamodule=datamodule, return_predictions=False)
     cli.trainer.strategy.barrier()
     if cli.trainer.is_global_zero:
         print(_summary(Path(datamodule.cache)))
 
 
-def filling(datamodule: LightningDataModule, cache: str | None, limit_gb: float | None) -> HybridFeatureDataModule:
+def filling_datamodule(datamodule: LightningDataModule, filling: Filling) -> HybridFeatureDataModule:
     """The datamodule that fills a cache with the features of another one's rows.
 
     Args:
         datamodule: of the configuration.
-        cache: folder; not needed where the datamodule names it.
-        limit_gb: likewise.
+        filling: what is to be filled; goes before what the datamodule says.
 
     Raises:
         ValueError: no cache is named, or the datamodule has no rows of its own.
     """
+    cache, limit_gb = filling.cache, filling.limit_gb
     if isinstance(datamodule, HybridFeatureDataModule):
         return HybridFeatureDataModule(
             datamodule.source, cache or datamodule.cache, datamodule.limit_gb if limit_gb is None else limit_gb

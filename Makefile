@@ -48,7 +48,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), a few minutes the first time ..."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) \
 		|| { echo "This needs Python 3.11 or newer with venv. Name yours: make PYTHON=/path/to/python" >&2; exit 1; }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,gguf,regenerate]'
 	@touch $(STAMP)
 
 $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
@@ -56,5 +56,5 @@ $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(OLDEST_VENV)
 	@grep -v -E '^($(LOOSENED))==' constraints.txt > $(OLDEST_VENV)/constraints.txt
 	@$(OLDEST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt \
-		transformers==$(OLDEST) -e '.[dev,gguf]'
+		transformers==$(OLDEST) -e '.[dev,gguf,regenerate]'
 	@touch $@

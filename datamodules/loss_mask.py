@@ -167,13 +167,13 @@ class ChatRenderer:
             raise self._unusable("gives a conversation that is to be supervised from its first character on")
         return text[:needed], spans
 
-    def render_prompt(self, messages: list[Message]) -> str:
-        """Render turns that no answer follows.
+    def render_turns(self, messages: list[Message], tools: list[Any] | None = None) -> str:
+        """Render turns as they are, with nothing behind them.
 
         Raises:
             BadRow: The template refuses them.
         """
-        return self._render(messages, None)
+        return self._render(messages, tools)
 
     def encode_prompt(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Token ids of turns and of what the template writes before the answer to them.

@@ -4,8 +4,9 @@ Read are `turns` (a list of what the user says), `prompt`, and the rows that are
 `conversations`), whose own answers are left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ class Conversation:
     tools: list[Any] | None = None  # JSON schemas of the tools offered
 
 
+@dataclass(frozen=True)
+class RawRow:
+    """One row as it was read."""
+
+    dataset: str  # name of the file, without its suffix
+    index: int  # there, from 0
+    place: str  # file and line, for people
+    record: object  # the parsed JSON or the columns; a BadRow where there is none
+
+
 def load_conversations(data: str | Sequence[str], limit: int | None = None) -> list[Conversation]:
     """Read conversations.
 
@@ -39,6 +50,20 @@ def load_conversations(data: str | Sequence[str], limit: int | None = None) -> l
     Raises:
         ValueError: nothing can be read there, or a row is no conversation; names file and line.
     """
+    return [_conversation(row) for row in read_rows(data, limit, embedded_data("heldout"))]
+
+
+def read_rows(data: str | Sequence[str], limit: int | None, embedded: Path) -> Iterator[RawRow]:
+    """Read rows, without the blank lines.
+
+    Args:
+        data: one or several of what `load_source` takes.
+        limit: so many first rows of each are taken; None takes all.
+        embedded: what "embedded" stands for.
+
+    Raises:
+        ValueError: nothing can be read there, or there is no row.
+    """
     names = [data] if isinstance(data, str) else list(data)
     if not names:
         raise ValueError("data is empty: give at least one file with conversations")
@@ -46,29 +71,41 @@ def load_conversations(data: str | Sequence[str], limit: int | None = None) -> l
         raise ValueError(f"limit must be 1 or more, got {limit}")
     short = [Path(name).stem for name in names]
     datasets = [stem if short.count(stem) == 1 else name for stem, name in zip(short, names, strict=True)]
-    return [each for name, dataset in zip(names, datasets, strict=True) for each in _load(name, dataset, limit)]
+    for name, dataset in zip(names, datasets, strict=True):
+        rows = list(islice(_read(name, dataset, embedded), limit))
+        if not rows:
+            raise ValueError(f"data {name!r} holds no conversation")
+        yield from rows
 
 
-def _load(data: str, dataset: str, limit: int | None) -> list[Conversation]:
-    source = load_source("data", data, "train", embedded_data("heldout"))
-    conversations: list[Conversation] = []
+def _read(data: str, dataset: str, embedded: Path) -> Iterator[RawRow]:
+    source = load_source("data", data, "train", embedded)
     for row, row_id in enumerate(source.row_ids.tolist()):
-        if limit is not None and len(conversations) == limit:
-            break
         try:
             record = source.record(source.table[row : row + 1], 0)
-            if record is not None:  # a blank line
-                before, questions, tools = _parse(record)
-                conversations.append(Conversation(dataset, row_id, source.place(row_id), questions, before, tools))
         except BadRow as error:
-            raise ValueError(f"{source.place(row_id)}: {error}") from error
-    if not conversations:
-        raise ValueError(f"data {data!r} holds no conversation")
-    return conversations
+            record = error
+        if record is not None:  # a blank line
+            yield RawRow(dataset, row_id, source.place(row_id), record)
 
 
-def _parse(record: object) -> tuple[list[Message], list[str], list[Any] | None]:
-    """Turns before the first question, the questions, and the tools."""
+def _conversation(row: RawRow) -> Conversation:
+    try:
+        chat = read_chat(row.record)
+        before, questions = _split(chat)
+    except BadRow as error:
+        raise ValueError(f"{row.place}: {error}") from error
+    return Conversation(row.dataset, row.index, row.place, questions, before, chat.tools)
+
+
+def read_chat(record: object) -> Chat:
+    """Bring a row in normal form that need not have an answer; `turns` and `prompt` become turns of the user.
+
+    Raises:
+        BadRow: it is no conversation.
+    """
+    if isinstance(record, BadRow):
+        raise record
     if not isinstance(record, Mapping):
         raise BadRow(f"expected an object with the fields of a conversation, got {type(record).__name__}")
     fields = {key: value for key, value in record.items() if value is not None}
@@ -82,10 +119,14 @@ def _parse(record: object) -> tuple[list[Message], list[str], list[Any] | None]:
     chat = parse_row(fields, needs_answer=False)
     if not isinstance(chat, Chat):
         raise BadRow("rows of input_ids are no conversations: give turns, prompt or messages")
-    return _split(chat)
+    for message in chat.messages:
+        if message["role"] == "user" and not message["content"].strip():
+            raise BadRow("a user turn is empty")
+    return chat
 
 
-def _split(chat: Chat) -> tuple[list[Message], list[str], list[Any] | None]:
+def _split(chat: Chat) -> tuple[list[Message], list[str]]:
+    """Turns before the first question, and the questions."""
     roles = [message["role"] for message in chat.messages]
     first = next((i for i, role in enumerate(roles) if role not in _BEFORE), len(roles))
     said = [message for message in chat.messages[first:] if message["role"] != "assistant"]
@@ -94,6 +135,4 @@ def _split(chat: Chat) -> tuple[list[Message], list[str], list[Any] | None]:
     for message in said:
         if message["role"] != "user":
             raise BadRow(f"a {message['role']} turn behind the first question cannot be played: only user turns can")
-        if not message["content"].strip():
-            raise BadRow("a user turn is empty")
-    return chat.messages[:first], [message["content"] for message in said], chat.tools
+    return chat.messages[:first], [message["content"] for message in said]

@@ -100,7 +100,7 @@ class VlmEncoder:
         """What the chat template writes for a picture."""
         chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
         try:
-            text = self.renderer.render_prompt(chat)
+            text = self.renderer.render_turns(chat)
         except BadRow as error:
             raise ValueError(f"no text can be had for a white picture: {error}") from error
         encoding = self.renderer.encode_text(text)

@@ -31,6 +31,7 @@ from dspark_lightning.tools.calibrate import calibrate
 from dspark_lightning.tools.evaluate import evaluate
 from dspark_lightning.tools.inspect_data import inspect_data, parse_shown
 from dspark_lightning.tools.precompute import parse_filling, precompute
+from dspark_lightning.tools.regenerate import regenerate
 from dspark_lightning.tools.report import report
 from dspark_lightning.tools.schedule import schedule
 
@@ -142,6 +143,7 @@ def export(ckpt_path: Path, output: Path) -> None:
 
 
 TOOLS: dict[str, Callable[..., None]] = {
+    "regenerate": regenerate,
     "export": export,
     "evaluate": evaluate,
     "calibrate": calibrate,

@@ -26,6 +26,8 @@ from dspark_lightning.precision import without_autocast
 # Kinds of layers that keep packed documents apart where position_ids restart, and why others do not.
 # (deepseek_sparse_attention is what older versions of transformers call indexed_attention.)
 _PACKABLE_LAYERS = ("full_attention", "sliding_attention", "indexed_attention", "deepseek_sparse_attention")
+# Kinds of layers that see nothing of padding before a row. Others anchor windows or blocks to places in the row.
+_LEFT_PADDABLE_LAYERS = (*_PACKABLE_LAYERS, "linear_attention")
 _NOT_MEDIA = ("inputs_embeds", "past_key_values", "cache", "cache_position", "use_cache", "labels", "kwargs")
 _UNPACKABLE_LAYERS = {
     "compressed_sparse_attention": "whose compressor windows span documents",
@@ -321,6 +323,16 @@ def check_packing(config: PretrainedConfig) -> None:
                 f"rows cannot be packed for a {config.model_type!r} target: it has {kind!r} layers, {reason}; "
                 "train on unpacked rows"
             )
+
+
+def reads_left_padded(config: PretrainedConfig) -> bool:
+    """Whether a target gives rows that are padded on the left the numbers that they have alone.
+
+    Args:
+        config: the target's config; the `layer_types` of its text part decide.
+    """
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return all(kind in _LEFT_PADDABLE_LAYERS for kind in kinds)
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:

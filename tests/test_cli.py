@@ -232,7 +232,7 @@ def test_modules_beside_the_user_are_found(in_tmp: Path, capsys: pytest.CaptureF
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     error = failure(["evaluat", "--draft", "x"], capsys)
-    known = "fit, validate, test, export, evaluate, calibrate, schedule, report, data inspect, precompute"
+    known = "fit, validate, test, regenerate, export, evaluate, calibrate, schedule, report, data inspect, precompute"
     assert error == f"there is no command 'evaluat'; known are {known}"
 
 

@@ -1,6 +1,5 @@
 """Playing conversations: the target answers turn by turn, with the draft's help, and every round is recorded."""
 
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from dspark_lightning.decoding.generate import end_tokens
 from dspark_lightning.decoding.plain import decode_plainly
 from dspark_lightning.decoding.records import AnswerRecord
 from dspark_lightning.decoding.row import DecodedRow
-from dspark_lightning.decoding.settings import check_decoding, check_threshold
+from dspark_lightning.decoding.sampling import place_generator
+from dspark_lightning.decoding.settings import check_decoding, check_positions, check_threshold
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -129,9 +129,7 @@ class Player:
         return decode_plainly(self.target, prompt, most, self.settings.temperature, self.stops, generator)
 
     def _generator(self, place: str) -> torch.Generator:
-        """Random numbers of one answer, the same however the conversations are spread over processes."""
-        digest = hashlib.blake2b(f"{self.settings.seed}/{place}".encode(), digest_size=8).digest()
-        return torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        return place_generator(self.settings.seed, place, self.device)
 
     def _clock(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -140,9 +138,7 @@ class Player:
         return time.perf_counter()
 
     def _check_length(self, conversation: Conversation, prompt_tokens: int) -> None:
-        most = getattr(self.target.model.config.get_text_config(), "max_position_embeddings", None)
-        if most is not None and prompt_tokens + self.settings.max_new_tokens > most:
-            raise ValueError(
-                f"{conversation.place}: {prompt_tokens} prompt tokens and max_new_tokens "
-                f"{self.settings.max_new_tokens} are more than the {most} positions of the target"
-            )
+        try:
+            check_positions(self.target.model.config, prompt_tokens, self.settings.max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{conversation.place}: {error}") from error

@@ -5,18 +5,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
-import torch
-from lightning.fabric import Fabric
 from rich.console import Console
 from rich.progress import track
-from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from dspark_lightning.datamodules.loss_mask import ChatRenderer, read_template
 from dspark_lightning.datamodules.prompts import Conversation, load_conversations
-from dspark_lightning.datamodules.tokenizer import load_tokenizer
 from dspark_lightning.decoding.records import AnswerRecord, records_digest, write_records
 from dspark_lightning.evaluation.evaluate import evaluation_results, play_all, scalars
 from dspark_lightning.evaluation.figures import evaluation_figure
@@ -24,12 +19,10 @@ from dspark_lightning.evaluation.pair import pair_up
 from dspark_lightning.evaluation.play import DecodeSettings, Player
 from dspark_lightning.evaluation.tables import print_evaluation
 from dspark_lightning.export import load_pretrained_draft
-from dspark_lightning.loading import load_target
 from dspark_lightning.replace import check_folder, write_finished, write_text
 from dspark_lightning.tools.command import command_line
 from dspark_lightning.tools.machine import describe_machine
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from dspark_lightning.tools.target import Dtype, launch_processes, load_placed_target, load_renderer
 
 
 def evaluate(
@@ -48,7 +41,7 @@ def evaluate(
     chat_template_kwargs: dict[str, Any] | None = None,
     accelerator: str = "auto",
     devices: int = 1,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    dtype: Dtype | None = None,
     device_map: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
@@ -83,23 +76,10 @@ def evaluate(
     conversations = load_conversations(data, limit)
     loaded, folder = load_pretrained_draft(draft), output or draft.parent / "evaluation"
     check_folder(folder)
-    if devices < 1:
-        raise ValueError(f"devices must be 1 or more, got {devices}")
-    if device_map is not None and devices > 1:
-        raise ValueError(f"device_map {device_map!r} claims all devices for one process: leave out devices {devices}")
-    fabric = Fabric(accelerator=accelerator, devices=devices, strategy="ddp" if devices > 1 else "auto")
-    fabric.launch()
-    weights = _DTYPES[dtype or ("float32" if fabric.device.type == "cpu" else "bfloat16")]
-    model = load_target(target, gguf_file, weights, trust_remote_code, attn_implementation, device_map)
-    if device_map is None:
-        cast(nn.Module, model).to(fabric.device)
+    fabric = launch_processes(accelerator, devices, device_map)
+    model = load_placed_target(fabric, target, gguf_file, dtype, device_map, attn_implementation, trust_remote_code)
     pair = pair_up(model, loaded)
-    renderer = ChatRenderer(
-        load_tokenizer(target, gguf_file, trust_remote_code),
-        chat_template=None if chat_template is None else read_template(chat_template),
-        template_name=chat_template,
-        template_kwargs=chat_template_kwargs,
-    )
+    renderer = load_renderer(target, gguf_file, trust_remote_code, chat_template, chat_template_kwargs)
     player = Player(pair, loaded, renderer, settings)
     if compare:
         player.warm_up(conversations[0])
@@ -114,7 +94,7 @@ def evaluate(
             **asdict(settings),
             "machine": {
                 **describe_machine(fabric.device),
-                "dtype": str(weights).removeprefix("torch."),
+                "dtype": str(model.dtype).removeprefix("torch."),
                 "processes": fabric.world_size,
             },
         }

@@ -1,0 +1,1 @@
+"""Answers by the target for the rows that a drafter will be trained on."""

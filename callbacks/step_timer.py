@@ -33,12 +33,14 @@ class StepTimer(Callback):
     - `time/backward`: loss and backward
     - `time/optimizer`: clipping, optimizer and scheduler
 
+    `data/fill_rate` is the share of real tokens among all places of the batches, over all ranks; the rest is padding.
+
     On CUDA the marks are events on the stream, read once per window: nothing waits for the device within a step.
     """
 
     def __init__(self) -> None:
         self._marks: list[tuple[str | None, float | torch.cuda.Event]] = []  # what ended there; None starts the clock
-        self._work: Tensor | None = None  # supervised tokens and rows of the open window
+        self._work: Tensor | None = None  # of the open window: supervised tokens, rows, real tokens, places
         self._steps = 0
         self._device = torch.device("cpu")
         self._hooks: list[RemovableHandle] = []
@@ -91,7 +93,10 @@ class StepTimer(Callback):
         del pl_module, batch_idx
         self._mark("optimizer")
         tokens = outputs["terms"]["supervised_tokens"].float()  # type: ignore[index]
-        work = torch.stack([tokens, torch.full_like(tokens, len(batch["input_ids"]))])
+        rows, places = (
+            torch.full_like(tokens, count) for count in (len(batch["input_ids"]), batch["input_ids"].numel())
+        )
+        work = torch.stack([tokens, rows, batch["attention_mask"].sum().to(tokens), places])
         self._work = work if self._work is None else self._work + work
         if window_closes(trainer, self._steps):
             self._write(trainer)
@@ -126,10 +131,11 @@ class StepTimer(Callback):
             if part is not None:
                 seconds[part] += _seconds(start, end)
         total = sum(seconds.values())
-        tokens, rows = trainer.strategy.reduce(self._work, reduce_op="sum").tolist()
+        tokens, rows, real, places = trainer.strategy.reduce(self._work, reduce_op="sum").tolist()
         values = {"supervised_tokens_per_second": tokens / total, "rows_per_second": rows / total}
         values |= {"step": total / self._steps} | {part: value / self._steps for part, value in seconds.items()}
         write_scalars(trainer, {f"time/{name}": value for name, value in values.items()})
+        write_scalars(trainer, {"data/fill_rate": real / places})
         self._marks = [(None, self._marks[-1][1])]
         self._work, self._steps = None, 0
 

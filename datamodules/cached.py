@@ -12,11 +12,11 @@ from dspark_lightning.datamodules.begin_cache import known_of_target
 from dspark_lightning.datamodules.chat import ChatDataModule
 from dspark_lightning.datamodules.collate import collate_rows
 from dspark_lightning.datamodules.feature_batches import FeatureCollator
-from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.settings import Settings
 from dspark_lightning.features.cache import FeatureCache
 from dspark_lightning.features.fingerprint import check_fingerprint
 from dspark_lightning.features.stored_target import StoredTarget
+from dspark_lightning.target import check_packing
 
 
 class CachedFeatureDataModule(ChatDataModule):
@@ -56,6 +56,7 @@ class CachedFeatureDataModule(ChatDataModule):
             cache,
             batch_size=batch_size,
             num_workers=num_workers,
+            packing=packing,
             max_length=max_length or 2,
             seed=seed,
         )
@@ -104,12 +105,13 @@ class CachedFeatureDataModule(ChatDataModule):
         hparams = getattr(self.trainer.lightning_module, "hparams", {}) if self.trainer else {}
         check_fingerprint(known_of_target(hparams), cache.manifest.fingerprint, cache.folder)
         self.stored_target = cache.stored_target(bool(hparams.get("trust_remote_code", False)))
+        if self.packing:
+            check_packing(self.stored_target.config)
         rank_zero_info(f"Features come from {self.cache}, made with {cache.manifest.target}; the target is not loaded")
         return cache
 
-    def collate_for(self, rows: RowSet) -> Callable[[Any], dict[str, Tensor]]:
-        """What makes batches of rows, features included. Needs `setup`."""
+    def collate_for(self, split: str = "train") -> Callable[[Any], dict[str, Tensor]]:
+        """What makes batches of the rows of a split, features included. Needs `setup`."""
         assert self._cache is not None
-        split = "train" if rows is self._rows.get("train") else "val"
         pad = partial(collate_rows, pad_token_id=self._cache.manifest.pad_token_id, max_length=self.max_length)
         return FeatureCollator(pad, self._cache, split, self._settings.mask_token_id)

@@ -10,17 +10,23 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from dspark_lightning.datamodules.arguments import check_numbers, check_stream, check_supervision, check_validation
 from dspark_lightning.datamodules.collate import collate_rows
 from dspark_lightning.datamodules.encode import RowEncoder
 from dspark_lightning.datamodules.loss_mask import ChatRenderer, read_template
+from dspark_lightning.datamodules.packing import PackedRows, refuse_unpackable_target
 from dspark_lightning.datamodules.preview import preview
-from dspark_lightning.datamodules.rows import ROLES
 from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import ResumableSampler, RowLoader
 from dspark_lightning.datamodules.settings import Settings, resolve_settings
-from dspark_lightning.datamodules.source import Source, load_source
+from dspark_lightning.datamodules.source import Source, load_source, open_stream
+from dspark_lightning.datamodules.stream import Filter, StreamReader
+from dspark_lightning.datamodules.stream_loader import StreamLoader, new_stream_loader
 from dspark_lightning.datamodules.tokenizer import load_tokenizer, padding_token_id
+from dspark_lightning.delivery import all_or_none
 from dspark_lightning.embedded import embedded_data
+
+_FIRST_ROW = "The first row, its supervised part between ⟦ and ⟧:"
 
 
 class ChatDataModule(LightningDataModule):
@@ -32,6 +38,16 @@ class ChatDataModule(LightningDataModule):
     permutation drawn from (seed, epoch), without the last incomplete global batch; validation takes every row,
     unshuffled. A checkpoint in the middle of an epoch resumes with the next row not trained (a module of your own calls
     `dspark_lightning.datamodules.resume.settle_progress` in `on_load_checkpoint`). `test` runs on the validation rows.
+
+    With `packing`, training rows are packs of documents, and batches also hold, in int64, `position_ids` [B, S], which
+    restart in each document (and in the padding), `doc_remaining` [B, S], how many tokens of its document follow each
+    token, `seq_lens` [B, M], the documents' lengths, filled up with 0, and `doc_row_ids` [B, M], their rows, filled up
+    with -1; `row_id` is that of the first document. With the same anchors this changes no loss and no gradient.
+    Validation rows are never packed, so that packed and unpacked runs can be compared.
+
+    A stream (`stream_rows`) has no end: after a pass it starts over, in another order and with other anchors, and the
+    rows that do not fill a batch go into the next block. An epoch is the whole run of `trainer.max_steps` steps, which
+    must be set. A checkpoint resumes with the next batch not trained, on as many ranks and with the same settings.
 
     Attached to a trainer, what is left out here comes from the hyper-parameters of the module: `tokenizer` and
     `gguf_file` from its target, `mask_token_id`, `min_supervised_tokens` from block_size, `seed`.
@@ -50,7 +66,7 @@ class ChatDataModule(LightningDataModule):
         mask_token_id: The draft's mask token. Data that contains it is refused.
         max_length: Only so many first tokens of a row are kept.
         batch_size: Rows of a batch on one rank, in training and validation.
-        num_workers: Processes that read and pad rows; 0 does it in the main process.
+        num_workers: Processes that read and pad rows; 0 does it in the main process. A stream has one at most.
         supervise: "all" assistant turns, or the "last" one only, then without other roles.
         supervise_roles: Roles whose turns are supervised: the assistant, and if wanted system, developer, user, tool.
             Of the assistant's turns these are all that it wrote, with its tool calls and the end of turn; of the
@@ -62,8 +78,16 @@ class ChatDataModule(LightningDataModule):
         chat_template_kwargs: Options of the template, such as `enable_thinking: false`; give the same ones when
             serving.
         max_bad_rows: So many rows of a source that cannot be used are skipped, counted by what is wrong with them, and
-            the first of each kind is named; one more is an error.
+            the first of each kind is named; one more is an error. In a stream each rank counts its own, in each pass.
         seed: Seed of the training order. Default: the module's; without a module 0.
+        packing: Whether training rows are packed to max_length: the longest first, each into the first pack in which it
+            fits. `batch_size` then counts packs in training, and the module's `num_anchors` is shared by all documents
+            of a pack: raise it with the number of documents in one. Only for targets whose layers keep documents apart;
+            see `dspark_lightning.target.check_packing`.
+        stream_rows: None encodes all training rows before training. A number reads them as a stream, so many at a time
+            on each rank, neither kept in a cache nor held together. Such a block is packed by itself and put in an
+            order drawn from (seed, pass, block); blocks follow one another as they stand in the data. For JSON Lines,
+            parquet and data sets of the hub.
 
     Raises:
         ValueError: An argument out of range; when set up, data or templates that cannot be used, in one line.
@@ -93,38 +117,35 @@ class ChatDataModule(LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         max_bad_rows: int = 0,
         seed: int | None = None,
+        packing: bool = False,
+        stream_rows: int | None = None,
     ) -> None:
         super().__init__()
-        least: dict[str, tuple[int | None, int]] = {
-            "max_length": (max_length, 2),
-            "batch_size": (batch_size, 1),
-            "num_workers": (num_workers, 0),
-            "min_supervised_tokens": (min_supervised_tokens, 2),
-            "max_bad_rows": (max_bad_rows, 0),
-        }
-        for name, (value, minimum) in least.items():
-            if value is not None and value < minimum:
-                raise ValueError(f"{name} must be at least {minimum}, got {value}")
-        if supervise not in ("all", "last"):
-            raise ValueError(f"supervise must be 'all' or 'last', got {supervise!r}")
-        _check_roles(supervise, supervise_roles)
-        if not 0.0 <= val_fraction < 1.0:
-            raise ValueError(f"val_fraction must be at least 0 and below 1, got {val_fraction}")
-        if val_fraction and (val_data or val_split) is not None:
-            raise ValueError(
-                f"val_fraction {val_fraction} chooses the validation rows, but so does "
-                f"{f'val_split {val_split!r}' if val_data is None else f'val_data {val_data!r}'}: give one of them"
-            )
+        check_numbers(
+            max_length=(max_length, 2),
+            batch_size=(batch_size, 1),
+            num_workers=(num_workers, 0),
+            min_supervised_tokens=(min_supervised_tokens, 2),
+            max_bad_rows=(max_bad_rows, 0),
+            stream_rows=(stream_rows, 1),
+        )
+        check_supervision(supervise, supervise_roles)
+        check_validation(val_data, val_split, val_fraction)
+        if stream_rows is not None:
+            check_stream(stream_rows, num_workers, val_fraction, train_split)
         self.train_data, self.train_split = train_data, train_split
         self.val_data = train_data if val_data is None and val_split is not None else val_data
         self.val_split, self.val_fraction = val_split or "train", val_fraction
         self._embedded_val: Literal["train", "heldout"] = "train" if val_data is None else "heldout"
         self.tokenizer, self.gguf_file, self.mask_token_id = tokenizer, gguf_file, mask_token_id
         self.max_length, self.batch_size, self.num_workers = max_length, batch_size, num_workers
+        self.packing, self.stream_rows = packing, stream_rows
         self.supervise, self.supervise_roles, self.supervise_reasoning = supervise, supervise_roles, supervise_reasoning
         self.min_supervised_tokens, self.max_bad_rows, self.seed = min_supervised_tokens, max_bad_rows, seed
         self.chat_template, self.chat_template_kwargs = chat_template, chat_template_kwargs
         self._rows: dict[str, RowSet] = {}
+        self._packs: PackedRows | None = None
+        self._stream: StreamLoader | None = None
         self._sampler: ResumableSampler | None = None
 
     @property
@@ -145,15 +166,19 @@ class ChatDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Load the rows of a stage: "fit", "validate" or "test"."""
         self.load(stage)
-        if stage == "fit":
+        if stage == "fit" and self.stream_rows is not None:
+            self._stream = self._open_stream(self.stream_rows)
+        elif stage == "fit":
             progress = partial(_progress, self.trainer) if self.trainer else None
-            self._sampler = self._new_sampler(self._rows["train"], shuffle=True, progress=progress)
+            self._sampler = self._new_sampler(self._packs or self._rows["train"], shuffle=True, progress=progress)
 
-    def train_dataloader(self) -> RowLoader:
+    def train_dataloader(self) -> RowLoader | StreamLoader:
         """Batches of training rows."""
+        if self._stream is not None:
+            return self._stream
         if self._sampler is None:
             raise RuntimeError('call setup("fit") before train_dataloader()')
-        return self._new_loader(self._rows["train"], self._sampler)
+        return self._new_loader(self._packs or self._rows["train"], self._sampler)
 
     def val_dataloader(self) -> RowLoader | list[RowLoader]:
         """Batches of validation rows; an empty list when there are none."""
@@ -165,15 +190,31 @@ class ChatDataModule(LightningDataModule):
         """The batches of `val_dataloader`."""
         return self.val_dataloader()
 
-    def state_dict(self) -> dict[str, int]:
-        """Epoch and batches trained, and what the order depends on."""
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and batches trained, or the place in the stream, and what the order depends on."""
+        if self._stream is not None and self.trainer is not None:
+            return self._stream.position(self.trainer.fit_loop.max_batches)
         if self._sampler is None or self.trainer is None:
             return {}
         return self._sampler.state_dict(self.trainer.fit_loop.max_batches, self.trainer.accumulate_grad_batches)
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on after the batches trained. Called after `setup`; without training rows there is nothing to do."""
-        if self._sampler is not None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the batches trained. Called after `setup`; without training rows there is nothing to do.
+
+        Raises:
+            ValueError: The order would be another one, and rows would be lost or repeated.
+        """
+        if self._stream is None and self._sampler is None:
+            return
+        then = state_dict.get("stream_rows")
+        if then != self.stream_rows:
+            raise ValueError(
+                f"the checkpoint was written with stream_rows {then}, this run has {self.stream_rows}: rows would be "
+                f"lost or repeated, so resume with {then}"
+            )
+        if self._stream is not None:
+            self._stream.go_on(state_dict)
+        elif self._sampler is not None:
             self._sampler.load_state_dict(state_dict)
 
     def preview(self, index: int = 0) -> str:
@@ -188,13 +229,18 @@ class ChatDataModule(LightningDataModule):
 
     def load(self, stage: str) -> None:
         """Read and encode the rows of a stage, unless that is done."""
-        settings = self._resolve()
+        module = self.trainer.lightning_module if self.trainer else None
+        hparams = getattr(module, "hparams", {})
+        if self.packing and stage == "fit":
+            refuse_unpackable_target(hparams)
+        settings = self._resolve(hparams)
         if settings != getattr(self, "_settings", None):
             self._settings, self._encoder, self._rows = settings, self._new_encoder(settings), {}
         loaded = len(self._rows)
         if self.val_data is not None and "val" not in self._rows:
             self._keep("val", self._read("val_data", self.val_data, self.val_split, self._embedded_val))
-        if (stage == "fit" or self.val_fraction) and "train" not in self._rows:
+        is_stream = self.stream_rows is not None
+        if (stage == "fit" or self.val_fraction) and "train" not in self._rows and not is_stream:
             train = self._read("train_data", self.train_data, self.train_split, "train")
             if "val" in self._rows:
                 train = train.without_rows_of(self._rows["val"])
@@ -204,15 +250,47 @@ class ChatDataModule(LightningDataModule):
             self._keep("train", train)
         if stage != "fit" and "val" not in self._rows:
             raise ValueError(f"no rows to {stage} on: set val_data, val_split or val_fraction")
-        if len(self._rows) > loaded:
-            rank_zero_info(f"The first row, its supervised part between ⟦ and ⟧:\n{self.preview()}")
+        if len(self._rows) > loaded and not (is_stream and stage == "fit"):
+            rank_zero_info(f"{_FIRST_ROW}\n{self.preview()}")
+
+    def _open_stream(self, stream_rows: int) -> StreamLoader:
+        """The stream's loader; the first block tells what it holds."""
+        if self.trainer and self.trainer.max_steps == -1:
+            raise ValueError(f"stream_rows {stream_rows} reads rows without end: set trainer.max_steps")
+        replicas = self._replicas()
+        reader = StreamReader(
+            open_stream("train_data", self.train_data, self.train_split, self._embedded_data("train")),
+            Filter(self._encoder, self._settings.min_supervised_tokens, self._rows.get("val")),
+            self.collate_for(),
+            stream_rows,
+            self.batch_size,
+            self._settings.seed,
+            self.max_length if self.packing else None,
+            ranks=replicas.get("num_replicas", 1),
+            rank=replicas.get("rank", 0),
+        )
+        self._show_first(all_or_none(reader.first_rows))
+        return new_stream_loader(reader, self.num_workers, self.trainer)
+
+    def _show_first(self, rows: RowSet) -> None:
+        """Tell what the first block of a stream holds."""
+        self._tell_losses(rows)
+        packs = [PackedRows.of(rows, self.max_length).summary()] if self.packing else []
+        for line in (rows.summary(), *packs):
+            rank_zero_info(f"The first block of {line}")
+        if len(rows):
+            self._rows["train"] = rows
+            rank_zero_info(f"{_FIRST_ROW}\n{self.preview()}")
 
     def _read(self, argument: str, data: str, split: str, embedded_split: Literal["train", "heldout"]) -> RowSet:
         source = load_source(argument, data, split, self._embedded_data(embedded_split))
         rows = self._new_rows(f"{argument} {source.name}", source).usable(self._settings.min_supervised_tokens)
+        self._tell_losses(rows)
+        return rows
+
+    def _tell_losses(self, rows: RowSet) -> None:
         for loss, bad in rows.losses():
             (rank_zero_warn if bad else rank_zero_info)(f"Left out of {rows.name}: {loss}")
-        return rows
 
     def _embedded_data(self, split: Literal["train", "heldout"]) -> Path:
         return embedded_data(split)
@@ -226,11 +304,13 @@ class ChatDataModule(LightningDataModule):
         if not len(rows):
             raise ValueError(f"no row is left of {rows.summary()}")
         self._rows[side] = rows
+        if side == "train" and self.packing:
+            self._packs = PackedRows.of(rows, self.max_length)
+            rank_zero_info(self._packs.summary())
 
-    def _resolve(self) -> Settings:
-        module = self.trainer.lightning_module if self.trainer else None
+    def _resolve(self, hparams: Mapping[str, Any]) -> Settings:
         return resolve_settings(
-            getattr(module, "hparams", {}),
+            hparams,
             tokenizer=self.tokenizer,
             gguf_file=self.gguf_file,
             mask_token_id=self.mask_token_id,
@@ -257,40 +337,32 @@ class ChatDataModule(LightningDataModule):
         }
 
     def _new_sampler(
-        self, rows: RowSet, *, shuffle: bool, progress: Callable[[], tuple[int, int]] | None = None
+        self, rows: RowSet | PackedRows, *, shuffle: bool, progress: Callable[[], tuple[int, int]] | None = None
     ) -> ResumableSampler:
-        ranks = (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
-        seed = self._settings.seed
-        return ResumableSampler(rows, self.batch_size, shuffle=shuffle, seed=seed, progress=progress, **ranks)
+        seed, replicas = self._settings.seed, self._replicas()
+        return ResumableSampler(rows, self.batch_size, shuffle=shuffle, seed=seed, progress=progress, **replicas)
 
-    def _new_loader(self, rows: RowSet, sampler: ResumableSampler) -> RowLoader:
+    def _replicas(self) -> dict[str, int]:
+        """Number of ranks and this one, by the names that samplers take; empty for a single one."""
+        replicas: dict[str, int] = (self.trainer and self.trainer.distributed_sampler_kwargs) or {}
+        return replicas
+
+    def _new_loader(self, rows: RowSet | PackedRows, sampler: ResumableSampler) -> RowLoader:
         return RowLoader(
             rows,
             batch_size=self.batch_size,
             sampler=sampler,
-            collate_fn=self.collate_for(rows),
+            collate_fn=self.collate_for("val" if rows is self._rows.get("val") else "train"),
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
 
-    def collate_for(self, rows: RowSet) -> Callable[[Any], dict[str, torch.Tensor]]:
-        """What makes batches of rows. Needs `setup`."""
-        del rows
+    def collate_for(self, split: str = "train") -> Callable[[Any], dict[str, torch.Tensor]]:
+        """What makes batches of the rows of a split. Needs `setup`."""
+        del split
         pad_token_id = padding_token_id(self._encoder.renderer.tokenizer)
         return partial(collate_rows, pad_token_id=pad_token_id, max_length=self.max_length)
-
-
-def _check_roles(supervise: str, roles: Sequence[str]) -> None:
-    unknown = [role for role in roles if role not in ROLES]
-    if "assistant" not in roles or unknown or isinstance(roles, str):
-        raise ValueError(
-            f"supervise_roles must hold assistant, and beside it only roles out of {', '.join(ROLES)}, got {roles!r}"
-        )
-    if supervise == "last" and set(roles) != {"assistant"}:
-        raise ValueError(
-            f"supervise 'last' takes the last answer alone, but supervise_roles is {list(roles)}: leave one of them out"
-        )
 
 
 def _progress(trainer: Trainer) -> tuple[int, int]:

@@ -86,6 +86,19 @@ class RowEncoder:
             desc=f"Tokenising {source.name}",
         )
 
+    def encode_once(self, source: Source, bad: Counter[str]) -> Dataset:
+        """The table of a source that is read once: in memory, without the cache.
+
+        Args:
+            source: The rows.
+            bad: How many bad rows were found before it, by kind, which count as well; its own are added.
+
+        Raises:
+            ValueError: As `encode`.
+        """
+        columns = self._encode_batch(source, source.table[:], source.row_ids.tolist(), bad)
+        return Dataset.from_dict(columns, features=FEATURES)
+
     def _fingerprint(self, source: Source) -> str:
         # Not the one that `datasets` would take, which does not always tell one tokenizer from another.
         origin = [source.fingerprint, source.is_json, hashlib.blake2b(source.row_ids.tobytes()).hexdigest()]

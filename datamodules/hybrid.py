@@ -46,6 +46,11 @@ class HybridFeatureDataModule(LightningDataModule):
 
     def __init__(self, source: ChatDataModule, cache: str, limit_gb: float | None = None) -> None:
         super().__init__()
+        if source.stream_rows is not None:
+            raise ValueError(
+                f"a feature cache holds a known number of rows, but stream_rows {source.stream_rows} of the source "
+                "reads a stream without end: leave it out"
+            )
         self.source, self.cache, self.limit_gb = source, cache, limit_gb
         self.stored_target: StoredTarget | None = None
         """What the module takes in place of the target; None where the cache has to be filled."""
@@ -81,7 +86,7 @@ class HybridFeatureDataModule(LightningDataModule):
 
     def train_dataloader(self) -> RowLoader:
         """The source's batches of training rows."""
-        return self._with_features("train", self.source.train_dataloader())
+        return self._with_features("train", cast(RowLoader, self.source.train_dataloader()))
 
     def val_dataloader(self) -> RowLoader | list[RowLoader]:
         """The source's batches of validation rows; an empty list when there are none."""

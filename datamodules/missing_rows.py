@@ -28,7 +28,7 @@ def missing_loader(source: ChatDataModule, split: str, places: npt.NDArray[np.in
     batches = length_batches(places, rows.lengths()[places], source.batch_size * source.max_length)
     batches += [[FILLER]] * (-len(batches) % world_size())
     own = _Batches(rows, batches[process_rank() :: world_size()])
-    return DataLoader(own, batch_size=None, collate_fn=source.collate_for(rows), num_workers=source.num_workers)
+    return DataLoader(own, batch_size=None, collate_fn=source.collate_for(split), num_workers=source.num_workers)
 
 
 def length_batches(places: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], max_tokens: int) -> list[list[int]]:

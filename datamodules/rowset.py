@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
@@ -71,8 +70,8 @@ class RowSet(TorchDataset[dict[str, Any]]):
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Tokens of each kept row."""
-        lengths: npt.NDArray[np.int64] = pc.list_value_length(self.table.data.column("input_ids")).to_numpy()
-        return lengths[self.kept].astype(np.int64)
+        chunks = [chunk.value_lengths().to_numpy() for chunk in self.table.data.column("input_ids").chunks]
+        return np.concatenate([np.empty(0, np.int64), *chunks]).astype(np.int64)[self.kept]
 
     def without_rows_of(self, other: "RowSet") -> Self:
         """The rows whose token ids no row of `other` has."""

@@ -57,8 +57,9 @@ class ResumableSampler(DistributedSampler[int]):
         self._resume = (0, 0)  # epoch and batch to go on from
         self._started: tuple[int, int, int] | None = None  # epoch, its first batch, batches trained before it
         if shuffle and self.num_rows < self.global_batch_size:
+            kind = getattr(dataset, "kind", "rows")
             raise ValueError(
-                f"{self.num_rows} training rows do not fill one global batch of {self.global_batch_size} "
+                f"{self.num_rows} training {kind} do not fill one global batch of {self.global_batch_size} "
                 f"(batch_size {batch_size} x {num_replicas} ranks): give more rows or a smaller batch_size"
             )
 
@@ -66,7 +67,7 @@ class ResumableSampler(DistributedSampler[int]):
         """Rows of the epoch for all ranks together, in order, without the incomplete tail or with its fillers."""
         if not self.shuffle:
             return [*range(self.num_rows), *[FILLER] * (-self.num_rows % self.num_replicas)]
-        generator = torch.Generator().manual_seed(_mix(self.seed, self.epoch))
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         kept = self.num_rows - self.num_rows % self.global_batch_size
         order: list[int] = torch.randperm(self.num_rows, generator=generator)[:kept].tolist()
         return order
@@ -131,16 +132,11 @@ class ResumableSampler(DistributedSampler[int]):
         return {"seed": self.seed, "num_rows": self.num_rows, "global_batch_size": self.global_batch_size}
 
 
-class RowLoader(DataLoader[Any]):
-    """A `DataLoader` that reads the sampler (and starts its workers) at the first `next`, not at `iter`.
+class ResumedByDatamodule:
+    """A loader whose position lies in the state of the datamodule.
 
-    Lightning calls `iter` before it knows the epoch, and under some strategies before it restores the datamodule;
-    workers would then fetch the rows of another epoch. The position lies in the datamodule's state; the two state
-    methods are empty and tell Lightning that this loader can resume, for it warns about those that lack them.
+    The two methods tell Lightning that it can resume, for it warns about loaders that lack them.
     """
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: see the class."""
@@ -150,6 +146,18 @@ class RowLoader(DataLoader[Any]):
         """Nothing: see the class."""
 
 
-def _mix(seed: int, epoch: int) -> int:
-    # A sum would give (seed 0, epoch 1) and (seed 1, epoch 0) the same order.
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=7).digest(), "little")
+class RowLoader(ResumedByDatamodule, DataLoader[Any]):
+    """A `DataLoader` that reads the sampler (and starts its workers) at the first `next`, not at `iter`.
+
+    Lightning calls `iter` before it knows the epoch, and under some strategies before it restores the datamodule;
+    workers would then fetch the rows of another epoch.
+    """
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        yield from super().__iter__()
+
+
+def mix(*numbers: int) -> int:
+    """A seed that depends on all the numbers: a sum would give (0, 1) and (1, 0) the same order."""
+    text = "/".join(map(str, numbers))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from datasets import Dataset, Features, Image, List, ReadInstruction, Value, load_dataset
+from datasets import Dataset, Features, Image, IterableDataset, List, ReadInstruction, Value, load_dataset
 
 from dspark_lightning.datamodules.rows import BadRow
 from dspark_lightning.embedded import embedded_data
@@ -92,14 +92,10 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
         ValueError: Nothing can be read there, there are no rows, or the split is not there; one line.
     """
     embedded = embedded or embedded_data("train")
-    path = os.path.expanduser(str(embedded) if data == "embedded" else data)
+    path, files = _find_files(data, embedded)
     rows: Sequence[Any] | None = None
     place: Callable[[int], str]
     folder_of: Callable[[int], Path | None] = _no_folder
-    if os.path.isfile(path):  # also one whose name holds characters that a glob reads
-        files = [path]
-    else:
-        files = sorted(glob.glob(path, recursive=True)) if not os.path.isdir(path) else []
     split_name = split.split("[")[0]
     try:
         if files:
@@ -122,6 +118,59 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
     name = f"embedded {embedded.stem}" if data == "embedded" else data
     is_json = bool(files) and not files[0].endswith(".parquet")
     return Source(f"{name} [{split}]", _undecoded(table), row_ids, place, is_json, folder_of, rows)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The rows of one data argument, read from the first to the last and never held together.
+
+    Attributes:
+        name: As given, with the split.
+        rows: As those of `Source.table`.
+        place: Names a row for people, from its index.
+        is_json: Whether a row is one line of JSON.
+    """
+
+    name: str
+    rows: IterableDataset
+    place: Callable[[int], str]
+    is_json: bool
+
+
+def open_stream(argument: str, data: str, split: str, embedded: Path) -> Stream:
+    """Open the rows that `data` names for reading as a stream.
+
+    Args:
+        argument: Name of the argument that `data` was given as, for errors.
+        data: As for `load_source`, but neither a function nor JSON arrays, which are held in memory anyway.
+        split: Split, without a slice.
+        embedded: What "embedded" stands for.
+
+    Raises:
+        ValueError: Nothing can be read there, not as a stream, or the split is not there; one line.
+    """
+    path, files = _find_files(data, embedded)
+    try:
+        if files:
+            rows, count, separator = _load_files(files, split, streaming=True)
+            place = partial(_place, files, count, separator)
+        elif _FUNCTION.fullmatch(data):
+            raise ValueError("what a function returns is in memory and cannot be streamed: leave stream_rows out")
+        else:
+            _refuse_missing_file(path)
+            rows, place = _load_hub(path, split, streaming=True), partial(_numbered, f"{data}, {split} row ")
+    except Exception as error:
+        raise ValueError(f"{argument} {data!r}, split {split!r}: {_reason(error)}") from error
+    name = f"embedded {embedded.stem}" if data == "embedded" else data
+    return Stream(f"{name} [{split}]", rows, place, bool(files) and not files[0].endswith(".parquet"))
+
+
+def _find_files(data: str, embedded: Path) -> tuple[str, list[str]]:
+    """The path that `data` stands for, and the files there; none if it is no path of files."""
+    path = os.path.expanduser(str(embedded) if data == "embedded" else data)
+    if os.path.isfile(path):  # also one whose name holds characters that a glob reads
+        return path, [path]
+    return path, sorted(glob.glob(path, recursive=True)) if not os.path.isdir(path) else []
 
 
 def _folders(files: list[str], count: Callable[[str], int]) -> Callable[[int], Path | None]:
@@ -152,7 +201,7 @@ def _undecoded(table: Dataset) -> Dataset:
     return table
 
 
-def _load_files(files: list[str], split: str) -> tuple[Dataset, Callable[[str], int], str]:
+def _load_files(files: list[str], split: str, streaming: bool = False) -> tuple[Any, Callable[[str], int], str]:
     """The rows of files; what counts the rows of one of them; and what stands between its name and a row's number."""
     if split != "train":
         raise ValueError("files have the one split 'train'")
@@ -164,15 +213,18 @@ def _load_files(files: list[str], split: str) -> tuple[Dataset, Callable[[str], 
         if stat.st_size == 0:
             raise ValueError(f"the file {file} is empty")
     if suffixes == {".parquet"}:
-        return load_dataset("parquet", data_files=files, split=split), _parquet_rows, ", row "
+        return load_dataset("parquet", data_files=files, split=split, streaming=streaming), _parquet_rows, ", row "
     if suffixes == {".json"} and all(_is_array(file) for file in files):
+        if streaming:
+            raise ValueError(f"{files[0]} is a JSON array, which cannot be streamed: make it JSON Lines")
         arrays = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
         lines = [json.dumps(row).encode() for rows in arrays for row in rows]
         return Dataset.from_dict({"line": lines}), _array_rows, ", row "
     # What the generator is given names the cache entry of what it yields.
     now = [(os.path.abspath(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
     features = Features({"line": Value("large_binary")})
-    table = Dataset.from_generator(_json_lines, features=features, gen_kwargs={"files": now})
+    kind = IterableDataset if streaming else Dataset
+    table = kind.from_generator(_json_lines, features=features, gen_kwargs={"files": now})
     sizes = {file: stat.st_size for file, stat in zip(files, stats, strict=True)}
     return table, partial(_line_count, sizes=sizes), ":"
 
@@ -206,9 +258,9 @@ def _decode(line: bytes) -> object:
         raise BadRow(f"not JSON that can be read: {error}", "not JSON") from error
 
 
-def _load_hub(name: str, split: str) -> Dataset:
+def _load_hub(name: str, split: str, streaming: bool = False) -> Any:
     path, _, config = name.partition(":")
-    return load_dataset(path, config or None, split=split)
+    return load_dataset(path, config or None, split=split, streaming=streaming)
 
 
 def _refuse_missing_file(path: str) -> None:

@@ -36,7 +36,7 @@ class VLMDataModule(ChatDataModule):
     Batches are made by `dspark_vlm_collate_fn`, of max_length tokens always.
 
     Args:
-        *args: Those of `ChatDataModule`.
+        *args: Those of `ChatDataModule`, without `packing` and `stream_rows`.
         inject_fake_image: Whether a row without pictures gets a small white one behind its last token, hidden from all
             other positions, so that every rank runs the vision tower in every step.
         **kwargs: Those of `ChatDataModule`. Data sets with image columns are read too, and relative paths of pictures
@@ -49,6 +49,12 @@ class VLMDataModule(ChatDataModule):
 
     def __init__(self, *args: Any, inject_fake_image: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.packing:
+            raise ValueError("packing is true, but pictures cannot be packed: leave it out for a VLMDataModule")
+        if self.stream_rows is not None:
+            raise ValueError(
+                f"stream_rows is {self.stream_rows}, but rows with pictures cannot be streamed: leave it out"
+            )
         self.inject_fake_image = inject_fake_image
 
     def _new_encoder(self, settings: Settings) -> RowEncoder:
@@ -69,9 +75,9 @@ class VLMDataModule(ChatDataModule):
         table = self._encoder.encode(source)
         return VlmRowSet(name, table, np.arange(len(table)), source.place, source=source)
 
-    def collate_for(self, rows: RowSet) -> Callable[[Any], dict[str, Tensor]]:
-        """What makes batches of rows. Needs `setup`."""
-        del rows
+    def collate_for(self, split: str = "train") -> Callable[[Any], dict[str, Tensor]]:
+        """What makes batches of the rows of a split. Needs `setup`."""
+        del split
         return partial(_collate, collator=cast(VlmRowEncoder, self._encoder).collator)
 
 

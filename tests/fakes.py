@@ -75,8 +75,15 @@ def fake_terms(i: int) -> dict[str, Tensor]:
 
 
 def fake_loader(*indices: int) -> DataLoader[Any]:
-    """One batch of 3 rows for each index, with the terms of that index."""
-    batches = [{"input_ids": torch.zeros(3, 4, dtype=torch.int64), "terms": fake_terms(i)} for i in indices]
+    """One batch of 3 rows of 4 places for each index, 9 - index of them padding, with the terms of that index."""
+    batches = [
+        {
+            "input_ids": torch.zeros(3, 4, dtype=torch.int64),
+            "attention_mask": (torch.arange(12) < 3 + i).long().view(3, 4),
+            "terms": fake_terms(i),
+        }
+        for i in indices
+    ]
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 

@@ -48,6 +48,17 @@ def test_a_cache_is_compared_with_the_target(tmp_path: Path) -> None:
     assert all(seconds > 0 for runs in result["seconds"].values() for seconds in runs)
 
 
+@pytest.mark.slow
+def test_packs_are_compared_with_the_same_documents_one_a_row(tmp_path: Path) -> None:
+    options = ("--rows", "20", "--batch", "4", "--max-length", "256", "--anchors", "6", "--repeats", "1")
+    done = run("benchmarks.packing", *options, "--threads", "1", "--json", str(tmp_path / "packing.json"))
+    assert done.returncode == 0, done.stderr
+    unpacked, packed = json.loads((tmp_path / "packing.json").read_text())["results"]
+    assert unpacked["tokens"] == packed["tokens"] <= packed["places"] < unpacked["places"]
+    assert unpacked["kept_anchors"] == 20 * 6
+    assert packed["kept_anchors"] == pytest.approx(20 * 6, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("planted", "message"),
     [

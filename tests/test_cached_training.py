@@ -92,6 +92,20 @@ def test_a_precomputed_cache_and_one_filled_by_training_hold_the_same(cache: Pat
             torch.testing.assert_close(mine, other, atol=2e-2, rtol=2e-2)  # one step of bf16, padded differently
 
 
+def test_packs_are_read_from_the_cache_too(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = {"packing": True, "max_length": 256, "batch_size": 2}
+    online = losses(new_source(**packed), epochs=2)
+    hybrid = losses(HybridFeatureDataModule(new_source(**packed), str(tmp_path / "cache")), epochs=2)
+    monkeypatch.setattr(module_file, "load_target", no_target)
+    cached = losses(CachedFeatureDataModule(str(cache), **packed), epochs=2)
+
+    assert len(online.training) == 2 * 6  # 40 rows in 12 packs
+    assert hybrid.training == pytest.approx(online.training, abs=1e-3)
+    assert cached.training == pytest.approx(online.training, abs=1e-3)
+    rows = FeatureCache(tmp_path / "cache").missing("train")
+    assert len(rows) <= 4  # of the pack that fills no batch
+
+
 @pytest.mark.parametrize(
     ("source", "model", "field"),
     [

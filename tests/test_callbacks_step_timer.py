@@ -46,12 +46,17 @@ class SlowDSpark(FakeDSpark):
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, dict[str, float]]]:
+def logger(tmp_path_factory: pytest.TempPathFactory) -> RecordingLogger:
     """Four steps of two micro-batches, a validation after the second step, windows of three steps."""
     logger = RecordingLogger()
     options = {"max_epochs": 1, "log_every_n_steps": 3, "accumulate_grad_batches": 2, "val_check_interval": 4}
     trainer = tiny_trainer(tmp_path_factory.mktemp("timer"), logger=logger, callbacks=StepTimer(), **options)
     trainer.fit(SlowDSpark(), fake_loader(*range(8)), fake_loader(0))
+    return logger
+
+
+@pytest.fixture(scope="module")
+def records(logger: RecordingLogger) -> list[tuple[int, dict[str, float]]]:
     return logger.of("time")
 
 
@@ -75,6 +80,13 @@ def test_work_is_what_the_window_held(records: list[tuple[int, dict[str, float]]
     seconds = 3 * values["time/step"]
     assert values["time/rows_per_second"] * seconds == pytest.approx(6 * 3)
     assert values["time/supervised_tokens_per_second"] * seconds == pytest.approx(3 + 5 + 7 + 9 + 11 + 13)
+
+
+def test_the_fill_rate_is_that_of_all_batches_of_the_window(logger: RecordingLogger) -> None:
+    """Batch i has 3 + i real tokens in 12 places."""
+    (_, first), (_, last) = logger.of("data")
+    assert first == {"data/fill_rate": pytest.approx((3 + 4 + 5 + 6 + 7 + 8) / (6 * 12))}
+    assert last == {"data/fill_rate": pytest.approx((9 + 10) / (2 * 12))}
 
 
 def test_the_last_window_is_logged_at_the_end(records: list[tuple[int, dict[str, float]]]) -> None:

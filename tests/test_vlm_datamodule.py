@@ -246,7 +246,7 @@ def test_a_validation_filler_supervises_nothing(processor: str, tmp_path: Path) 
 
     data = module(processor, SOURCES["paths beside the file"](tmp_path))
     rows = data._rows["train"]
-    batch = data.collate_for(rows)([rows[0], rows[FILLER]])
+    batch = data.collate_for()([rows[0], rows[FILLER]])
     assert batch["loss_mask"][0].any() and not batch["loss_mask"][1].any()
     assert batch["image_grid_thw"].shape == (2, 3)
 

@@ -105,15 +105,8 @@ def known_of_target(hparams: Mapping[str, Any]) -> Fingerprint:
     config = None if target is None or hparams.get("gguf_file") is not None else _local_config(target)
     return Fingerprint(
         target_config=None if config is None else config_digest(config),
-        target_weights=None,
         target_files=None if target is None else files_digest(target),
-        target_layer_ids=None,
         norm=NORM,
-        tokenizer=None,
-        chat_template=None,
-        template_options=None,
-        max_length=None,
-        data=None,
     )
 
 

@@ -33,16 +33,16 @@ _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_
 class Fingerprint:
     """Hashes and values, each None where a run cannot know it."""
 
-    target_config: str | None  # of the target's config
-    target_weights: str | None  # see `HFDSparkTargetModel.fingerprint`; known once the target is loaded
-    target_files: str | None  # of its weight files, where they are on this machine
-    target_layer_ids: list[int] | None
-    norm: str | None  # see `NORM`
-    tokenizer: str | None
-    chat_template: str | None
-    template_options: str | None  # and which turns are supervised
-    max_length: int | None  # of a row, in tokens
-    data: dict[str, str] | None  # of the ids, masks and weights of all rows, by split
+    target_config: str | None = None  # of the target's config
+    target_weights: str | None = None  # see `HFDSparkTargetModel.fingerprint`; known once the target is loaded
+    target_files: str | None = None  # of its weight files, where they are on this machine
+    target_layer_ids: list[int] | None = None
+    norm: str | None = None  # see `NORM`
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    template_options: str | None = None  # and which turns are supervised
+    max_length: int | None = None  # of a row, in tokens
+    data: dict[str, str] | None = None  # of the ids, masks and weights of all rows, by split
 
     def identity(self) -> str:
         """One hash over all that is the same on every machine."""

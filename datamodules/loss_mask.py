@@ -342,11 +342,14 @@ def read_template(path: str) -> str:
     """Read a chat template from a Jinja file.
 
     Raises:
-        ValueError: There is no such file.
+        ValueError: There is no such file, or it is no text.
     """
     if not Path(path).is_file():
         raise ValueError(f"chat_template {path!r}: no such file")
-    return Path(path).read_text(encoding="utf-8")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template {path!r} cannot be read as UTF-8 text: {error}") from error
 
 
 def _check_characters(text: str) -> None:

@@ -13,8 +13,8 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +26,19 @@ from dspark_lightning.embedded import embedded_data
 
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class _RowCounts:
+    """How many rows each file has; a file is counted when first asked for, and not again."""
+
+    count: Callable[[str], int]
+    known: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, file: str) -> int:
+        if file not in self.known:
+            self.known[file] = self.count(file)
+        return self.known[file]
 
 
 def _no_folder(row: int) -> Path | None:
@@ -100,7 +113,8 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
     try:
         if files:
             table, count, separator = _load_files(files, split_name)
-            place, folder_of = partial(_place, files, count, separator), _folders(files, count)
+            counts = _RowCounts(count)
+            place, folder_of = partial(_place, files, counts, separator), _folders(files, counts)
         elif _FUNCTION.fullmatch(data):
             rows = _call_function(data, split_name)
             table, place = Dataset.from_dict({"index": range(len(rows))}), partial(_numbered, f"{data} row ")
@@ -153,7 +167,7 @@ def open_stream(argument: str, data: str, split: str, embedded: Path) -> Stream:
     try:
         if files:
             rows, count, separator = _load_files(files, split, streaming=True)
-            place = partial(_place, files, count, separator)
+            place = partial(_place, files, _RowCounts(count), separator)
         elif _FUNCTION.fullmatch(data):
             raise ValueError("what a function returns is in memory and cannot be streamed: leave stream_rows out")
         else:
@@ -177,8 +191,7 @@ def _folders(files: list[str], count: Callable[[str], int]) -> Callable[[int], P
     folders = {Path(file).parent for file in files}
     if len(folders) <= 1:
         return lambda row: next(iter(folders), None)
-    cached = cache(count)
-    return lambda row: Path(_file_and_row(files, row, cached)[0]).parent
+    return lambda row: Path(_file_and_row(files, row, count)[0]).parent
 
 
 def _call_function(data: str, split: str) -> Sequence[Any]:
@@ -186,7 +199,7 @@ def _call_function(data: str, split: str) -> Sequence[Any]:
         raise ValueError("a function has the one split 'train'")
     module, _, function = data.partition(":")
     rows = getattr(importlib.import_module(module), function)()
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
+    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__") or isinstance(rows, Mapping):
         raise ValueError(f"must return a sequence of rows, got {type(rows).__name__}")
     return cast(Sequence[Any], rows)
 
@@ -214,17 +227,16 @@ def _load_files(files: list[str], split: str, streaming: bool = False) -> tuple[
             raise ValueError(f"the file {file} is empty")
     if suffixes == {".parquet"}:
         return load_dataset("parquet", data_files=files, split=split, streaming=streaming), _parquet_rows, ", row "
-    if suffixes == {".json"} and all(_is_array(file) for file in files):
-        if streaming:
-            raise ValueError(f"{files[0]} is a JSON array, which cannot be streamed: make it JSON Lines")
-        arrays = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
-        lines = [json.dumps(row).encode() for rows in arrays for row in rows]
-        return Dataset.from_dict({"line": lines}), _array_rows, ", row "
+    is_array = suffixes == {".json"} and all(_is_array(file) for file in files)
+    if is_array and streaming:
+        raise ValueError(f"{files[0]} is a JSON array, which cannot be streamed: make it JSON Lines")
     # What the generator is given names the cache entry of what it yields.
     now = [(os.path.abspath(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
     features = Features({"line": Value("large_binary")})
-    kind = IterableDataset if streaming else Dataset
-    table = kind.from_generator(_json_lines, features=features, gen_kwargs={"files": now})
+    kind, read = IterableDataset if streaming else Dataset, _array_lines if is_array else _json_lines
+    table = kind.from_generator(read, features=features, gen_kwargs={"files": now})
+    if is_array:
+        return table, _array_rows, ", row "
     sizes = {file: stat.st_size for file, stat in zip(files, stats, strict=True)}
     return table, partial(_line_count, sizes=sizes), ":"
 
@@ -234,6 +246,13 @@ def _json_lines(files: list[tuple[str, int, int]]) -> Iterator[dict[str, bytes]]
     for file, size, _ in files:
         for line in _lines(file, size):
             yield {"line": line}
+
+
+def _array_lines(files: list[tuple[str, int, int]]) -> Iterator[dict[str, bytes]]:
+    """The entries of JSON arrays, a line each; files as for `_json_lines`."""
+    for file, *_ in files:
+        for row in _array(file):
+            yield {"line": json.dumps(row).encode()}
 
 
 def _lines(file: str, size: int) -> Iterator[bytes]:
@@ -300,7 +319,11 @@ def _line_count(file: str, sizes: Mapping[str, int]) -> int:
 
 
 def _array_rows(file: str) -> int:
-    return len(json.loads(Path(file).read_text(encoding="utf-8")))
+    return len(_array(file))
+
+
+def _array(file: str) -> list[Any]:
+    return cast(list[Any], json.loads(Path(file).read_text(encoding="utf-8-sig")))
 
 
 def _parquet_rows(file: str) -> int:

@@ -1,6 +1,7 @@
 import json
 import logging
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,7 @@ def test_row_ids_count_from_the_start_of_the_file(make: Make) -> None:
         ),
         ({"tokenizer": None}, ROWS[0], "^tokenizer is not set"),
         ({"mask_token_id": None}, ROWS[0], "^mask_token_id is not set and has no default"),
+        ({"chat_template": sys.executable}, ROWS[0], "^chat_template '.*' cannot be read as UTF-8 text: "),
         ({"chat_template": "no.jinja"}, ROWS[0], "^chat_template 'no.jinja': no such file$"),
         (
             {},

@@ -150,6 +150,16 @@ def test_statistics_and_histogram_by_hand(datamodule: ChatDataModule) -> None:
     assert histogram(np.array([1, 1]), 10) == [(1, 1, 2)]
 
 
+def test_anchors_do_not_reach_into_the_next_row(tmp_path: Path) -> None:
+    masks = [[1, 1], [1, 1, 0, 1], [1, 1, 1]]
+    rows = [{"input_ids": [40 + i for i in range(len(mask))], "loss_mask": mask} for mask in masks]
+    data = ChatDataModule(
+        write_jsonl(tmp_path / "a.jsonl", rows), tokenizer=save_tokenizer(tmp_path / "tokenizer"), mask_token_id=MASK_ID
+    )
+    data.prepare_data()
+    assert RowStatistics.of(data.row_sets["train"]).anchors.tolist() == [1, 1, 2]
+
+
 def test_the_command_takes_what_fit_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = next(str(path) for path in CONFIGS if path.stem == "quickstart")
     rows = write_jsonl(tmp_path / "mine.jsonl", [chat("Who is it?", "It is Igor from the garden."), {"prompt": 3}])

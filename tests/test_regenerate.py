@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from chat_helpers import chat, datasets_cache, write_jsonl  # noqa: F401
 from dspark_lightning.cli import main
 from dspark_lightning.datamodules import ChatDataModule
 from dspark_lightning.embedded import embedded_data
+from dspark_lightning.regeneration.dialogue import Dialogue
+from dspark_lightning.regeneration.local import LocalTarget
+from dspark_lightning.regeneration.output import PartialFile
 
 OPTIONS = ["--target", "embedded", "--accelerator", "cpu", "--batch_size", "4"]
 
@@ -115,6 +119,30 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_unbroken_one(tmp_path: Path) -> 
     partial.write_bytes(partial.read_bytes()[:-9])  # as if it had died while it wrote
     assert regenerate("embedded", broken, *options) == 0
     assert broken.read_bytes() == unbroken.read_bytes()
+
+
+def test_a_resumed_run_repeats_whole_batches_and_keeps_what_was_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    assert regenerate("embedded", output, "--limit", "8") == 0
+    lines = output.read_bytes().splitlines(keepends=True)
+    output.write_bytes(b"".join(lines[:7]))
+    played, kept, play, append = [], [], LocalTarget.play, PartialFile.append
+
+    def note_play(local: LocalTarget, dialogues: Sequence[Dialogue]) -> None:
+        played.append(len(dialogues))
+        play(local, dialogues)
+
+    def note_append(file: PartialFile, rows: Iterable[Mapping[str, Any]]) -> None:
+        kept.extend(rows)
+        append(file, kept)
+
+    monkeypatch.setattr(LocalTarget, "play", note_play)
+    monkeypatch.setattr(PartialFile, "append", note_append)
+    assert regenerate("embedded", output, "--limit", "8") == 0
+    assert played == [4] and [row["id"] for row in kept] == [json.loads(lines[7])["id"]]
+    assert output.read_bytes() == b"".join(lines)
 
 
 @pytest.mark.slow

@@ -152,6 +152,13 @@ def two_turns() -> Script:
     )
 
 
+def test_each_turn_has_random_numbers_of_its_own() -> None:
+    dialogue = Dialogue(two_turns())
+    first = dialogue.place
+    dialogue.answer({"role": "assistant", "content": "x"}, 1, truncated=False)
+    assert dialogue.place != first
+
+
 def test_text_is_kept_as_it_was_sampled(target: HFDSparkTargetModel) -> None:
     text = "<think>\n 2 < 4 </think> \n\nTwo. "
     dialogue = written(target, text, two_turns())

@@ -1,6 +1,8 @@
 """The files of `dspark regenerate`: whole lines, a finished output in order, and nothing twice or lost."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,14 @@ def test_a_line_that_was_cut_counts_for_nothing(cut: int, files: OutputFiles) ->
     assert files.begin(SETTINGS, {}) == {"1"}
     append(files.partial(0), 2)
     assert files.partial(0).read_bytes() == whole
+
+
+def test_a_finished_output_without_its_last_newline_is_not_glued_to_the_next_row(files: OutputFiles) -> None:
+    files.begin(SETTINGS, {})
+    append(files.partial(0), 1, 2)
+    files.finish(["1", "2"], [])
+    files.output.write_bytes(files.output.read_bytes()[:-1])
+    assert files.begin(SETTINGS, {}) == {"1"}
 
 
 def test_a_cut_line_longer_than_a_block_is_removed(files: OutputFiles) -> None:
@@ -131,6 +141,58 @@ def test_two_runs_cannot_write_the_same_output(files: OutputFiles) -> None:
         PartialFile(files.partial(0))
     first.close()
     PartialFile(files.partial(0)).close()
+
+
+def test_the_settings_are_those_of_the_run_that_writes(files: OutputFiles) -> None:
+    files.begin(SETTINGS, {})
+    first = PartialFile(files.partial(0))
+    with pytest.raises(ValueError, match="is being written by another run"):
+        files.begin({**SETTINGS, "target": "b"}, {})  # there is no answer yet to compare with
+    assert json.loads(files.settings.read_text())["settings"] == SETTINGS
+    first.close()
+
+
+def test_what_another_run_did_meanwhile_is_seen_before_the_first_answer(files: OutputFiles) -> None:
+    other = OutputFiles(files.output)
+    files.begin(SETTINGS, {})
+    other.begin({**SETTINGS, "target": "b"}, {})
+    files.claim(SETTINGS, {})
+    assert json.loads(files.settings.read_text())["settings"] == SETTINGS
+    append(files.partial(0), 1)
+    files.finish(["1"], [])
+    with pytest.raises(ValueError, match="begun with target 'a', this run has 'b'"):
+        other.claim({**SETTINGS, "target": "b"}, {})
+
+
+def test_a_full_disk_is_one_line_and_costs_no_whole_row(files: OutputFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files.begin(SETTINGS, {})
+    partial = PartialFile(files.partial(0))
+    partial.append([row(1)])
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"partial-0': No space left on device"):
+        patch.setattr(os, "fsync", full)
+        partial.append([row(2)])
+    partial.close()
+    assert "1" in files.begin(SETTINGS, {})
+
+
+@pytest.mark.parametrize("name", ["settings.json", "failures.jsonl", "partial-0"])
+def test_folders_in_the_way_are_refused_and_kept(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"out.jsonl.{name}").mkdir()
+    with pytest.raises(ValueError, match=rf"out\.jsonl\.{name}' is a folder"):
+        OutputFiles(tmp_path / "out.jsonl")
+    assert (tmp_path / f"out.jsonl.{name}").is_dir()
+
+
+def test_files_with_other_names_are_left_alone(files: OutputFiles) -> None:
+    append(files.partial(0), 1)
+    copy = files.output.with_name("out.jsonl.partial-0.bak")
+    copy.write_bytes(files.partial(0).read_bytes())
+    assert files.partials() == [files.partial(0)]
+    files.finish(["1"], [])
+    assert copy.exists() and not files.partial(0).exists()
 
 
 def test_a_folder_is_no_output(tmp_path: Path) -> None:

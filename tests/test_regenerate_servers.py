@@ -151,6 +151,13 @@ def test_what_passes_is_tried_again(fault: int | str, server: ChatServer, tmp_pa
     assert len(server.requests) == 7
 
 
+def test_a_row_is_not_blamed_for_a_busy_server(server: ChatServer, tmp_path: Path) -> None:
+    server.faults = [429, 0.0, 429]  # question 0 twice, and question 1 in between
+    options = ["--concurrency", "1", "--retries", "1"]
+    assert regenerate(prompts(tmp_path, 2), tmp_path / "out.jsonl", [server.url], *options) == 0
+    assert server.asked() == [f"question {i}" for i in (0, 1, 0, 0)]
+
+
 def test_requests_under_way_fail_as_one(tmp_path: Path) -> None:
     """Six requests that fail together are one failure of the server: with one retry it is not given up."""
     together, waiting = threading.Barrier(6), iter(range(6))
@@ -237,6 +244,35 @@ def test_a_row_that_always_fails_is_listed_and_the_others_go_on(tmp_path: Path) 
         assert regenerate(data, output, [server.url], *options) == 0
     assert answers(output) == [f"answer 0 to question {i}" for i in range(8)]
     assert not output.with_name("out.jsonl.failures.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "detail"),
+    [
+        ({"content": 5}, "server error", "the reply cannot be read: its text is of type int"),
+        ({"content": "a", "reasoning_content": [1]}, "server error", "the reply cannot be read: its text is of type"),
+        ({"content": None, "tool_calls": ["look"]}, "server error", "the reply cannot be read: "),
+        ({"content": "half an", "finish_reason": "abort"}, "server error", "stopped in the middle of the answer"),
+        ({"content": "half an", "finish_reason": "content_filter"}, "cut by a content filter", "has filtered"),
+    ],
+)
+def test_an_answer_that_is_none_costs_its_row_alone(reply: Body, reason: str, detail: str, tmp_path: Path) -> None:
+    def answer(body: Body) -> Body:
+        return dict(reply) if body["messages"][-1]["content"] == "question 1" else echo(body)
+
+    data, output = prompts(tmp_path, 3), tmp_path / "out.jsonl"
+    with chat_server(answer) as server:
+        assert regenerate(data, output, [server.url], "--retries", "1", "--concurrency", "1") == 1
+    (failure,) = failures(output)
+    assert (failure["place"], failure["reason"]) == (f"{data}:2", reason) and detail in failure["detail"]
+    assert answers(output) == ["answer 0 to question 0", "answer 0 to question 2"]
+
+
+def test_a_call_that_the_server_has_read_already_is_kept(tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    with chat_server(lambda body: {"content": None, "tool_calls": [call]}) as server:
+        assert regenerate(prompts(tmp_path, 1), tmp_path / "out.jsonl", [server.url]) == 0
+    assert rows(tmp_path / "out.jsonl")[0]["messages"][-1]["tool_calls"] == [call]
 
 
 def test_a_refused_row_is_not_asked_for_again(server: ChatServer, tmp_path: Path) -> None:

@@ -47,6 +47,33 @@ def test_json_array(tmp_path: Path) -> None:
     source = load_source("train_data", str(path), "train[3:]")
     assert records(source) == ROWS[3:]
     assert source.place(3) == f"{path}, row 4"
+    assert source.table.cache_files  # so that what is made of it is found again
+
+
+def test_json_array_behind_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("\ufeff" + json.dumps([chat("a", "b")]), encoding="utf-8")
+    source = load_source("train_data", str(path), "train")
+    assert records(source) == [chat("a", "b")] and source.place(0) == f"{path}, row 1"
+
+
+def test_a_file_is_counted_once_however_many_rows_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        Dataset.from_dict({"prompt": ["x", "y"]}).to_parquet(tmp_path / f"{name}.parquet")
+    counted: list[str] = []
+
+    def count(file: str) -> int:
+        counted.append(file)
+        return 2
+
+    monkeypatch.setattr(source_module, "_parquet_rows", count)
+    source = load_source("train_data", f"{tmp_path}/*.parquet", "train")
+    assert [source.place(row) for row in (0, 2, 3)] == [
+        f"{tmp_path}/a.parquet, row 1",
+        f"{tmp_path}/b.parquet, row 1",
+        f"{tmp_path}/b.parquet, row 2",
+    ]
+    assert counted == [f"{tmp_path}/a.parquet"]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -100,6 +127,12 @@ def test_files_that_grow_keep_their_line_numbers(tmp_path: Path) -> None:
     with first.open("a") as stream:
         stream.write("{}\n{}\n{}\n")
     assert source.place(2) == f"{tmp_path}/b.jsonl:1"
+
+
+def test_a_line_that_is_finished_meanwhile_is_read_as_far_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"[1]\n[22]\n")
+    assert list(source_module._lines(str(path), 6)) == [b"[1]\n", b"[2"]
 
 
 def test_a_torn_last_line_is_one_bad_row(tmp_path: Path) -> None:

@@ -153,6 +153,26 @@ def test_reasoning_of_the_last_answer_where_earlier_reasoning_is_dropped(answer:
     assert supervised(drops, messages, supervise="last", supervise_reasoning=False) == ["bye" + END]
 
 
+def test_all_tagged_parts_of_the_last_answer() -> None:
+    parts = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content.split('/')[0] }}{% endgeneration %}#"
+        "{% generation %}{{ m.content.split('/')[-1] }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    messages = chat("hi", "hel/lo", "more?", "good/bye")["messages"]
+    assert supervised(parts, messages, supervise="last") == ["good", "bye" + END]
+
+
+def test_a_second_block_of_reasoning_behind_one_that_the_prompt_opens() -> None:
+    opens = CHATML.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>").replace(
+        "{{ m.role }}\n", "{{ m.role }}\n{% if m.role == 'assistant' %}<think>{% endif %}"
+    )
+    messages = chat("hi", "so</think>yes<think>no</think>bye")["messages"]
+    assert supervised(opens, messages) == ["so</think>yes<think>no</think>bye" + END]
+    assert supervised(opens, messages, supervise_reasoning=False) == ["yes", "bye" + END]
+
+
 def test_reasoning_content_of_the_last_answer_alone() -> None:
     messages = chat("hi", "hello", "more?", "bye")["messages"]
     for message in messages[1::2]:

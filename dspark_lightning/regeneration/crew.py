@@ -10,7 +10,7 @@ from typing import Any
 
 from dspark_lightning.regeneration.dialogue import Dialogue, Keep, Unanswered
 from dspark_lightning.regeneration.scripts import Script
-from dspark_lightning.regeneration.server import Passing, Request, Server, ServerSettings, message_of
+from dspark_lightning.regeneration.server import Passing, Request, Server, ServerSettings
 
 
 @dataclass
@@ -52,9 +52,7 @@ class _Crew:
     async def _play(self, dialogue: Dialogue, server: Server) -> None:
         while not dialogue.finished:
             reply = await server.ask(self.request.arguments(dialogue))
-            choice = reply.choices[0]
-            tokens = (reply.usage and reply.usage.completion_tokens) or 0
-            dialogue.answer(message_of(choice.message), tokens, choice.finish_reason == "length")
+            dialogue.answer(reply.message, reply.tokens, reply.truncated)
 
     def _put_back(self, job: _Job) -> None:
         self.jobs.put_nowait(job)

@@ -4,6 +4,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -27,10 +28,13 @@ class Job:
         self.rows, self.files = rows, files
         self.done: set[str] = set()  # keys of the rows answered in runs before
         self._seconds = 0.0
+        self._claim: Callable[[], object] = lambda: None
 
     def begin(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> set[str]:
         """Find what has been answered before; arguments and errors as for `OutputFiles.begin`."""
-        done = self.files.begin({**settings, "rows": f"{len(self.rows.scripts)}, digest {self.rows.digest}"}, about)
+        identity = {**settings, "rows": f"{len(self.rows.scripts)}, digest {self.rows.digest}"}
+        done = self.files.begin(identity, about)
+        self._claim = partial(self.files.claim, identity, about)
         print(f"Settings: {', '.join(f'{name} {value}' for name, value in settings.items() if value is not None)}")
         if done:
             print(f"{len(done):,} of {len(self.rows.scripts):,} rows have been answered before")
@@ -50,15 +54,16 @@ class Job:
             total: rows that this process will answer.
 
         Raises:
-            ValueError: another run writes the same output.
+            ValueError: another run writes the same output, or it cannot be written.
         """
         tally = Tally()
         if not total:
             return tally
-        with closing(PartialFile(self.files.partial(rank))) as partial, _progress(total, rank == 0) as show:
+        with closing(PartialFile(self.files.partial(rank))) as file, _progress(total, rank == 0) as show:
+            self._claim()  # where `begin` was called
 
             def keep(dialogues: Sequence[Dialogue]) -> None:
-                partial.append(each.row() for each in dialogues if each.failure is None)
+                file.append(each.row() for each in dialogues if each.failure is None)
                 tally.add(dialogues)
                 show(tally)
 

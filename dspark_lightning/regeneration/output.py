@@ -12,7 +12,9 @@ cut in the middle counts for nothing.
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +45,9 @@ class OutputFiles:
         self.output = output
         self.settings = output.with_name(f"{output.name}.settings.json")
         self.failures = output.with_name(f"{output.name}.failures.jsonl")
+        for path in (self.settings, self.failures, *self.partials()):
+            if path.is_dir():
+                raise ValueError(f"{str(path)!r} is a folder, but a file of that name is to be written: move it")
 
     def partial(self, rank: int) -> Path:
         """Where process `rank` puts its rows."""
@@ -50,9 +55,9 @@ class OutputFiles:
 
     def partials(self) -> list[Path]:
         """Those there are, also of processes of earlier runs."""
-        prefix = f"{self.output.name}.partial-"
+        name = re.compile(re.escape(self.output.name) + r"\.partial-[0-9]+")
         folder = self.output.parent
-        return sorted(path for path in folder.iterdir() if path.name.startswith(prefix)) if folder.exists() else []
+        return sorted(path for path in folder.iterdir() if name.fullmatch(path.name)) if folder.exists() else []
 
     def begin(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> set[str]:
         """Find what has been answered, and note the settings.
@@ -65,8 +70,15 @@ class OutputFiles:
             the keys of the rows answered before.
 
         Raises:
-            ValueError: they were answered with other settings, or nobody knows with which.
+            ValueError: they were answered with other settings, or nobody knows with which; or another run is under
+                way.
         """
+        for path in self.partials():
+            PartialFile(path).close()
+        return self.claim(settings, about)
+
+    def claim(self, settings: Mapping[str, Any], about: Mapping[str, Any]) -> set[str]:
+        """`begin` once this run writes: another may have begun, or even ended, since it looked."""
         done = set(self._index())
         if done or self.output.exists():
             check_same(self._read_settings(), json.loads(json.dumps(settings)), self.output)
@@ -128,29 +140,45 @@ class PartialFile:
         path: file to append to; a line that was never finished is removed.
 
     Raises:
-        ValueError: another process is writing it.
+        ValueError: another process is writing it, or it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        self.path = path
+        with self._writing():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gone with the process, however that ends
         except OSError as error:
             self._file.close()
             raise ValueError(f"{str(path)!r} is being written by another run: wait for it, or end it") from error
-        self._file.truncate(_whole_lines(path))
+        with self._writing():
+            self._file.truncate(_whole_lines(path))
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows."""
+        """Add rows.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        self._file.write(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair becomes JSON's escape
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._writing():
+            self._file.write(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair becomes JSON's escape
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Let others write."""
-        self._file.close()
+        with suppress(OSError):  # of rows that `append` could not write, and has said so
+            self._file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(f"cannot write {str(self.path)!r}: {error.strerror or error}") from error
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], output: Path) -> None:

@@ -27,6 +27,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 _UNUSABLE = (401, 403, 404)  # status codes with which every request would end
 _PASSING = (408, 409, 425, 429)  # as those of 500 and more: the same request may succeed later
+_STOPPED = ("abort", "error")  # reasons of vLLM and SGLang for an answer that they did not finish
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,15 @@ class Request:
         }
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What came back for one request."""
+
+    message: Message
+    tokens: int  # 0 where the server does not count
+    truncated: bool
+
+
 class Server:
     """One server, and how it is doing.
 
@@ -130,12 +140,12 @@ class Server:
         self.failures, self.problem, self._failed_at = self.failures + 1, problem, time.monotonic()
         self._resumes_at = self._failed_at + max(pause, min(wait, LONGEST_PAUSE))
 
-    async def ask(self, arguments: Mapping[str, Any]) -> ChatCompletion:
+    async def ask(self, arguments: Mapping[str, Any]) -> Reply:
         """Send one request, and note how it went.
 
         Raises:
             Passing: something that may succeed later.
-            Unanswered: the server refuses this request.
+            Unanswered: the server refuses this request, or would not finish the answer.
             ValueError: the server refuses all requests.
         """
         began = time.monotonic()
@@ -147,7 +157,7 @@ class Server:
         self.succeeded()
         return reply
 
-    async def _ask(self, arguments: Mapping[str, Any]) -> ChatCompletion:
+    async def _ask(self, arguments: Mapping[str, Any]) -> Reply:
         try:
             reply: ChatCompletion = await self.client.chat.completions.create(**arguments)
         except openai.APIStatusError as error:
@@ -158,7 +168,7 @@ class Server:
             raise Passing("the reply is no JSON") from error
         if not isinstance(reply, ChatCompletion) or not reply.choices:
             raise Passing("the reply holds no answer")
-        return reply
+        return _read(reply)
 
     def _refusal(self, error: openai.APIStatusError) -> Exception:
         """What an error that the server sent means."""
@@ -221,20 +231,39 @@ def _as_sent(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def message_of(reply: Any) -> Message:
+def _read(reply: Any) -> Reply:
+    """The answer in a reply, of which the client has not checked that it is what the protocol says."""
+    try:
+        choice = reply.choices[0]
+        message, reason = _message_of(choice.message), choice.finish_reason
+        tokens = int((reply.usage and reply.usage.completion_tokens) or 0)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Passing(_first_line(f"the reply cannot be read: {error}")) from error
+    if reason in _STOPPED:
+        raise Passing(f"the server stopped in the middle of the answer: finish_reason {reason!r}")
+    if reason == "content_filter":
+        raise Unanswered("cut by a content filter", "the server has filtered the answer")
+    return Reply(message, tokens, reason == "length")
+
+
+def _message_of(reply: Any) -> Message:
     """An answer as chat templates read it."""
     message: Message = {"role": "assistant", "content": reply.content or ""}
     further = reply.model_extra or {}
     reasoning = further.get("reasoning_content") or further.get("reasoning")
+    for text in (message["content"], reasoning or ""):
+        if not isinstance(text, str):
+            raise TypeError(f"its text is of type {type(text).__name__}")
     if reasoning:
         message["reasoning_content"] = reasoning
     if reply.tool_calls:
-        message["tool_calls"] = [_call(call.model_dump(exclude_none=True)) for call in reply.tool_calls]
+        message["tool_calls"] = [_call(call.model_dump(exclude_none=True, warnings=False)) for call in reply.tool_calls]
     return message
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    with suppress(KeyError, ValueError):  # the target wrote none, or no JSON: it stays as it was written
+    # Where the target wrote none or no JSON, or the server has read it already, it stays as it is.
+    with suppress(KeyError, TypeError, ValueError):
         call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return call
 

@@ -47,7 +47,8 @@ class ChatDataModule(LightningDataModule):
 
     A stream (`stream_rows`) has no end: after a pass it starts over, in another order and with other anchors, and the
     rows that do not fill a batch go into the next block. An epoch is the whole run of `trainer.max_steps` steps, which
-    must be set. A checkpoint resumes with the next batch not trained, on as many ranks and with the same settings.
+    must be set. A checkpoint resumes with the next batch not trained, on as many ranks and with the same settings
+    and files; more rows may have been appended to the last file.
 
     Attached to a trainer, what is left out here comes from the hyper-parameters of the module: `tokenizer` and
     `gguf_file` from its target, `mask_token_id`, `min_supervised_tokens` from block_size, `seed`.
@@ -254,9 +255,14 @@ class ChatDataModule(LightningDataModule):
             rank_zero_info(f"{_FIRST_ROW}\n{self.preview()}")
 
     def _open_stream(self, stream_rows: int) -> StreamLoader:
-        """The stream's loader; the first block tells what it holds."""
+        """The stream's loader."""
         if self.trainer and self.trainer.max_steps == -1:
             raise ValueError(f"stream_rows {stream_rows} reads rows without end: set trainer.max_steps")
+        reader, first = self.read_first_block(stream_rows)
+        return new_stream_loader(reader, first, self.num_workers, self.trainer)
+
+    def read_first_block(self, stream_rows: int) -> tuple[StreamReader, RowSet]:
+        """Open the stream and tell what its first block holds, which then stands in `row_sets`. Needs `load`."""
         replicas = self._replicas()
         reader = StreamReader(
             open_stream("train_data", self.train_data, self.train_split, self._embedded_data("train")),
@@ -269,8 +275,9 @@ class ChatDataModule(LightningDataModule):
             ranks=replicas.get("num_replicas", 1),
             rank=replicas.get("rank", 0),
         )
-        self._show_first(all_or_none(reader.first_rows))
-        return new_stream_loader(reader, self.num_workers, self.trainer)
+        first = all_or_none(reader.first_rows)
+        self._show_first(first)
+        return reader, first
 
     def _show_first(self, rows: RowSet) -> None:
         """Tell what the first block of a stream holds."""

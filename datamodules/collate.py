@@ -15,7 +15,8 @@ def collate_rows(rows: Sequence[dict[str, Tensor]], pad_token_id: int, max_lengt
 
     Args:
         rows: Each with `input_ids` and `loss_mask` [tokens], at most max_length, `row_id` [], and what else there is
-            for each token; packed rows also with what `join_documents` adds.
+            for each token; packed rows also with what `join_documents` adds. Where some have `loss_weights`, those
+            of the others are 1.
         pad_token_id: Fills `input_ids`; attention_mask and whatever else there is for each token are 0 there.
         max_length: Upper limit of S.
 
@@ -24,6 +25,8 @@ def collate_rows(rows: Sequence[dict[str, Tensor]], pad_token_id: int, max_lengt
         dtype. Nothing is shifted. In packed rows the padding is a document of its own for the target: its position_ids
         restart. It counts in neither `seq_lens` [B, M] nor `doc_row_ids` [B, M], for M documents at most.
     """
+    if any("loss_weights" in row for row in rows):
+        rows = [{"loss_weights": torch.ones(len(row["input_ids"])), **row} for row in rows]
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     size = min(-(-int(lengths.max()) // _MULTIPLE) * _MULTIPLE, max_length)
     behind = torch.arange(size) - lengths[:, None]  # 0, 1, ... in the padding, negative before it

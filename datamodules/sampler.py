@@ -15,6 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 FILLER = -1
 """Index given to a rank that has no row left; the data set answers it with a row without supervision."""
 
+_MEANINGS = {"global_batch_size": " (batch_size x ranks)", "pack_tokens": " (0: rows are not packed)"}
+
 
 class ResumableSampler(DistributedSampler[int]):
     """Row indices of one rank, epoch by epoch, from any batch on.
@@ -52,6 +54,7 @@ class ResumableSampler(DistributedSampler[int]):
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last=shuffle)  # type: ignore[arg-type]
         self.num_rows = len(dataset)
+        self._pack_tokens: int = getattr(dataset, "capacity", 0)  # packs of other documents can be as many
         self.global_batch_size = batch_size * num_replicas
         self._progress = progress or (lambda: (self.epoch, 0))
         self._resume = (0, 0)  # epoch and batch to go on from
@@ -115,21 +118,26 @@ class ResumableSampler(DistributedSampler[int]):
         """Go on at the first batch of `state["epoch"]` that was not trained.
 
         Raises:
-            ValueError: In the middle of an epoch, when seed, rows or global batch size are not those of the state:
-                the order would be another one, and rows would be lost or repeated.
+            ValueError: In the middle of an epoch, when seed, packs, rows or global batch size are not those of
+                the state: the order would be another one, and rows would be lost or repeated.
         """
         for name, now in self._layout().items():
-            if state["batches"] and state[name] != now:
-                meaning = " (batch_size x ranks)" if name == "global_batch_size" else ""
+            then = state.get(name, 0)
+            if state["batches"] and then != now:
                 raise ValueError(
-                    f"the checkpoint was written in the middle of epoch {state['epoch']} with {name} {state[name]}"
-                    f"{meaning}, this run has {now}: resume with {state[name]}, or from a checkpoint at the end of an "
-                    "epoch"
+                    f"the checkpoint was written in the middle of epoch {state['epoch']} with {name} {then}"
+                    f"{_MEANINGS.get(name, '')}, this run has {now}: resume with {then}, or from a checkpoint at the "
+                    "end of an epoch"
                 )
         self._resume, self._started = (state["epoch"], state["batches"]), None
 
     def _layout(self) -> dict[str, int]:
-        return {"seed": self.seed, "num_rows": self.num_rows, "global_batch_size": self.global_batch_size}
+        return {
+            "seed": self.seed,
+            "pack_tokens": self._pack_tokens,
+            "num_rows": self.num_rows,
+            "global_batch_size": self.global_batch_size,
+        }
 
 
 class ResumedByDatamodule:

@@ -123,7 +123,7 @@ def load_source(argument: str, data: str, split: str, embedded: Path | None = No
             table, place = _load_hub(path, split_name), partial(_numbered, f"{data}, {split_name} row ")
         slices = ReadInstruction.from_spec(split).to_absolute({split_name: len(table)})
     except Exception as error:  # datasets raises a dozen kinds, down to OSError and pyarrow's
-        raise ValueError(f"{argument} {data!r}, split {split!r}: {_reason(error)}") from error
+        raise ValueError(f"{argument} {data!r}, split {split!r}: {reason(error)}") from error
     row_ids = np.concatenate([np.arange(s.from_ or 0, len(table) if s.to is None else s.to) for s in slices])
     if not len(row_ids):
         raise ValueError(f"{argument} {data!r}: split {split!r} holds no row of {len(table)}")
@@ -174,7 +174,7 @@ def open_stream(argument: str, data: str, split: str, embedded: Path) -> Stream:
             _refuse_missing_file(path)
             rows, place = _load_hub(path, split, streaming=True), partial(_numbered, f"{data}, {split} row ")
     except Exception as error:
-        raise ValueError(f"{argument} {data!r}, split {split!r}: {_reason(error)}") from error
+        raise ValueError(f"{argument} {data!r}, split {split!r}: {reason(error)}") from error
     name = f"embedded {embedded.stem}" if data == "embedded" else data
     return Stream(f"{name} [{split}]", rows, place, bool(files) and not files[0].endswith(".parquet"))
 
@@ -330,7 +330,8 @@ def _parquet_rows(file: str) -> int:
     return len(load_dataset("parquet", data_files=[file], split="train"))
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line."""
     while error.__cause__ is not None:  # datasets wraps what went wrong in "An error occurred ..."
         error = error.__cause__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

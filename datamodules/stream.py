@@ -4,6 +4,7 @@ A block is read, encoded, sorted out and, if asked for, packed like a whole data
 batches. What is left over goes into the next block, so no row is lost. Behind the last row the stream starts over.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +22,7 @@ from dspark_lightning.datamodules.encode import RowEncoder
 from dspark_lightning.datamodules.packing import PackedRows
 from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import mix
-from dspark_lightning.datamodules.source import Source, Stream
+from dspark_lightning.datamodules.source import Source, Stream, reason
 
 PASS = 2**40
 """Added to the ids of the rows with each pass, for anchors are drawn from them: each pass trains others."""
@@ -127,7 +128,13 @@ class StreamReader(TorchIterableDataset[Any]):
 
     def first_rows(self) -> RowSet:
         """The rows of the first block, which a run of its own reads again."""
-        return self._encode(self.first, list(islice(self._open(self.first), self.stream_rows)), Counter())
+        return self._encode(self.first, self._read(self._open(self.first)), Counter())
+
+    def fingerprint(self, first: RowSet) -> str:
+        """Tells streams apart by their files and by what is trained of `first`, the rows of the first block."""
+        origin = f"{self.source.is_json} {self.source.rows.num_shards}".encode()
+        trained = first.column("row_id").tobytes() + first.column("digest").tobytes()
+        return hashlib.blake2b(origin + trained, digest_size=8).hexdigest()
 
     def __iter__(self) -> Iterator[tuple[BlockStart | None, dict[str, Tensor]] | ValueError]:
         try:
@@ -138,7 +145,7 @@ class StreamReader(TorchIterableDataset[Any]):
     def _batches(self, start: BlockStart, skip: int) -> Iterator[tuple[BlockStart | None, dict[str, Tensor]]]:
         rows, told = self._open(start), True
         while True:
-            block, bad = list(islice(rows, self.stream_rows)), Counter(start.bad)
+            block, bad = self._read(rows), Counter(start.bad)
             examples = self._encode(start, block, bad)
             pool = _Pool(start.carried, examples if self.pack_to is None else PackedRows.of(examples, self.pack_to))
             order = torch.randperm(len(pool), generator=self._generator(start)).tolist()
@@ -167,6 +174,12 @@ class StreamReader(TorchIterableDataset[Any]):
     def _open(self, start: BlockStart) -> Iterator[dict[str, Any]]:
         self._share.load_state_dict(start.stream)
         return iter(self._share)
+
+    def _read(self, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        try:
+            return list(islice(rows, self.stream_rows))
+        except Exception as error:  # of a file that is damaged or gone: OSError, pyarrow's and others
+            raise ValueError(f"{self.source.name} cannot be read on: {reason(error)}") from error
 
     def _encode(self, start: BlockStart, block: list[dict[str, Any]], bad: Counter[str]) -> RowSet:
         numbers = start.rows + np.arange(len(block))

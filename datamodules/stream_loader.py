@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from dspark_lightning.datamodules.rowset import RowSet
 from dspark_lightning.datamodules.sampler import ResumedByDatamodule
 from dspark_lightning.datamodules.stream import BlockStart, StreamReader
 from dspark_lightning.delivery import gather_values
@@ -96,6 +97,11 @@ class StreamLoader(ResumedByDatamodule):
         """
         for name, now in self._layout.items():
             if state.get(name) != now:
+                if name == "first_block":
+                    raise ValueError(
+                        "the checkpoint was written in a stream that began with other rows or had other files: rows "
+                        "would be lost or repeated, so resume with the same train_data, val_data and tokenizer"
+                    )
                 raise ValueError(
                     f"the checkpoint was written in a stream with {name} {state.get(name)}, this run has {now}: rows "
                     f"would be lost or repeated, so resume with {state.get(name)}"
@@ -120,15 +126,20 @@ class StreamLoader(ResumedByDatamodule):
             del self._starts[0]
 
 
-def new_stream_loader(reader: StreamReader, num_workers: int, trainer: Trainer | None) -> StreamLoader:
-    """The loader of a trainer's run, which must have a number of steps; without a trainer one without a length."""
+def new_stream_loader(reader: StreamReader, first: RowSet, num_workers: int, trainer: Trainer | None) -> StreamLoader:
+    """The loader of a trainer's run, which must have a number of steps; without a trainer one without a length.
+
+    All ranks take part. `first` holds the rows of the first block.
+    """
     layout = {
         "seed": reader.seed,
         "stream_rows": reader.stream_rows,
         "batch_size": reader.batch_size,
         "packing": reader.pack_to is not None,
         "max_length": reader.pack_to,
+        "min_supervised_tokens": reader.filter.min_supervised_tokens,
         "ranks": reader.ranks,
+        "first_block": gather_values(reader.fingerprint(first)),
     }
     if trainer is None:
         return StreamLoader(reader, layout, num_workers=num_workers)

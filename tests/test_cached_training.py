@@ -106,6 +106,14 @@ def test_packs_are_read_from_the_cache_too(cache: Path, tmp_path: Path, monkeypa
     assert len(rows) <= 4  # of the pack that fills no batch
 
 
+def test_packs_of_a_cache_are_refused_for_a_target_that_would_mix_them(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark_lightning.target._PACKABLE_LAYERS", ())
+    with pytest.raises(ValueError, match=r"^rows cannot be packed for a .* target: .*; train on unpacked rows$"):
+        CachedFeatureDataModule(str(cache), packing=True).setup("fit")
+
+
 @pytest.mark.parametrize(
     ("source", "model", "field"),
     [

@@ -89,6 +89,19 @@ def test_the_fill_rate_is_that_of_all_batches_of_the_window(logger: RecordingLog
     assert last == {"data/fill_rate": pytest.approx((9 + 10) / (2 * 12))}
 
 
+def test_the_fill_rate_is_over_all_ranks(tmp_path: Path) -> None:
+    """As if a second rank had held as many places, all of them padding."""
+    logger = RecordingLogger()
+    trainer = tiny_trainer(tmp_path, logger=logger, callbacks=StepTimer(), max_epochs=1, log_every_n_steps=1)
+
+    def reduce(value: Any, *args: Any, **options: Any) -> Any:
+        return value * torch.tensor([1, 1, 1, 2]) if torch.is_tensor(value) and value.shape == (4,) else value
+
+    trainer.strategy.reduce = reduce  # type: ignore[method-assign]
+    trainer.fit(FakeDSpark(), fake_loader(0))
+    assert logger.of("data")[0][1] == {"data/fill_rate": pytest.approx(3 / 24)}
+
+
 def test_the_last_window_is_logged_at_the_end(records: list[tuple[int, dict[str, float]]]) -> None:
     assert [step for step, _ in records] == [2, 3]
     values = records[1][1]

@@ -198,3 +198,10 @@ def test_own_options_are_taken_out_of_the_command_line() -> None:
         Shown(5, None, 3),
         ["--config", "a.yaml", "--data.init_args.max_length", "9"],
     )
+
+
+def test_of_a_stream_the_first_block_is_shown(datamodule: ChatDataModule) -> None:
+    datamodule.stream_rows = 2
+    text = report(datamodule)
+    assert "train.jsonl [train], the first block\n2 rows read, 2 kept" in text
+    assert rows_shown(text) == [1, 2] and "── val rows: val_data" in text

@@ -138,10 +138,12 @@ def test_training_rows_are_packed_and_validation_rows_are_not(tmp_path: Path, ca
 def test_packs_are_shared_out_and_resumed_as_rows_are(tmp_path: Path) -> None:
     data = datamodule(tmp_path, batch_size=2)
     data.setup("fit")
-    packs = len(data._packs)
-    assert data._sampler.state_dict(99)["num_rows"] == packs
+    packs, state = len(data._packs), data._sampler.state_dict(99) | {"batches": 1}
+    assert state["num_rows"] == packs
     with pytest.raises(ValueError, match=f"num_rows {packs + 1}, this run has {packs}: resume with"):
-        data.load_state_dict({"epoch": 0, "batches": 1, "seed": 0, "num_rows": packs + 1, "global_batch_size": 2})
+        data.load_state_dict(state | {"num_rows": packs + 1})
+    with pytest.raises(ValueError, match=r"pack_tokens 0 \(0: rows are not packed\), this run has 128: resume with 0"):
+        data.load_state_dict({name: value for name, value in state.items() if name != "pack_tokens"})
     with pytest.raises(ValueError, match=f"^{packs} training packs do not fill one global batch of 99"):
         datamodule(tmp_path, batch_size=99).setup("fit")
 

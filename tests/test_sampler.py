@@ -81,7 +81,8 @@ def test_resume_skips_what_was_trained_not_what_was_fetched() -> None:
     fetched = [row for row, _ in zip(made, range(8), strict=False)]  # four batches, as workers do
     trainer.trained += 2
     state = made.state_dict(batches_per_epoch=5)
-    assert state == {"epoch": 1, "batches": 2, "pending": 0, "seed": 7, "num_rows": 10, "global_batch_size": 2}
+    layout = {"seed": 7, "pack_tokens": 0, "num_rows": 10, "global_batch_size": 2}
+    assert state == {"epoch": 1, "batches": 2, "pending": 0, **layout}
 
     resumed = resumable(trainer)
     resumed.load_state_dict(state)

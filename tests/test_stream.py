@@ -79,6 +79,12 @@ def test_ranks_share_the_rows(tmp_path: Path, tokenizer: str, files: int) -> Non
     assert sorted(texts) == sorted(b["input_ids"].sum().item() for b in islice(whole.train_dataloader(), sum(counts)))
 
 
+def test_each_block_has_an_order_of_its_own(tmp_path: Path, tokenizer: str) -> None:
+    data = open_stream(write_jsonl(tmp_path / "rows.jsonl", ROWS[:20]), tokenizer, stream_rows=10, batch_size=10)
+    first, second = (batch["row_id"].tolist() for batch in islice(data.train_dataloader(), 2))
+    assert [row + 10 for row in first] != second and sorted(second) == list(range(10, 20))
+
+
 def test_packs_are_made_in_each_block(tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
@@ -187,3 +193,44 @@ def test_an_epoch_is_the_run(tmp_path: Path, tokenizer: str, when: dict[str, Any
     Trainer(accelerator="cpu", max_steps=6, accumulate_grad_batches=2, **quiet, **when).fit(model, datamodule=data)
     assert [epoch for epoch, _ in model.seen] == [0] * 12
     assert model.count == validations
+
+
+@pytest.mark.parametrize(("weighted", "packing"), [(2, False), (7, False), (9, True)])
+def test_weights_that_only_some_blocks_have_reach_the_batches(
+    tmp_path: Path, tokenizer: str, weighted: int, packing: bool
+) -> None:
+    """Also beside rows that an earlier block left over, and the other way round."""
+    rows = [row | {"weight": 0.5} if i == weighted else row for i, row in enumerate(ROWS)]
+    options = {"packing": True, "max_length": 128, "batch_size": 3} if packing else {}
+    data = open_stream(write_jsonl(tmp_path / "rows.jsonl", rows), tokenizer, **options)
+    weights = {}
+    for batch in islice(data.train_dataloader(), 23):
+        mask, per_token = batch["attention_mask"], batch.get("loss_weights", batch["attention_mask"].float())
+        for i, row_ids in enumerate(batch.get("doc_row_ids", batch["row_id"][:, None]).tolist()):
+            lengths = batch["seq_lens"][i].tolist() if packing else [int(mask[i].sum())]
+            for row_id, part in zip(
+                row_ids, per_token[i].split([*lengths, mask.shape[1] - sum(lengths)]), strict=False
+            ):
+                if row_id >= 0:
+                    weights.setdefault(row_id % PASS, set()).update(part.tolist())
+    assert weights == {i: {0.5 if i == weighted else 1.0} for i in range(23)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_file_that_vanishes_is_named_in_one_line(tmp_path: Path, tokenizer: str, num_workers: int) -> None:
+    path = Path(write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    batches = iter(open_stream(path, tokenizer, num_workers=num_workers).train_dataloader())
+    path.unlink()
+    with pytest.raises(ValueError, match=r"^\S+rows.jsonl \[train\] cannot be read on: .*No such file.*$") as error:
+        list(islice(batches, 23))
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, tokenizer: str) -> None:
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list(ROWS).to_parquet(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 60 + whole[64:])
+    with pytest.raises(ValueError, match=r"rows.parquet \[train\] cannot be read on: ") as error:
+        open_stream(path, tokenizer)
+    assert "\n" not in str(error.value)

@@ -84,9 +84,12 @@ def test_resume_from_many_checkpoints_and_again(tmp_path: Path, data: dict[str, 
             run.check(tmp_path / f"second{step}" / f"step_{again}.ckpt", again * accumulate)
 
 
-def test_a_run_that_fails_inside_an_accumulation_window_goes_back_to_its_start(tmp_path: Path) -> None:
-    """Also where the window began in an earlier block."""
-    run = Runs(tmp_path, {"stream_rows": 4}, accumulate_grad_batches=4, max_steps=6)
+@pytest.mark.parametrize("stream_rows", [2, 4])
+def test_a_run_that_fails_inside_an_accumulation_window_goes_back_to_its_start(
+    tmp_path: Path, stream_rows: int
+) -> None:
+    """Also where the window began in an earlier block, or blocks earlier."""
+    run = Runs(tmp_path, {"stream_rows": stream_rows}, accumulate_grad_batches=4, max_steps=6)
     for stop in (7, 9):
         with pytest.raises(ArithmeticError, match="stopped"):
             run(save_to=f"failed{stop}", stop_in_batch=stop)
@@ -122,6 +125,7 @@ def test_a_longer_run_goes_on_behind_the_last_step(tmp_path: Path) -> None:
         ({"stream_rows": 6}, "stream_rows 5, this run has 6"),
         ({"stream_rows": None}, "stream_rows 5, this run has None"),
         ({"packing": True}, "packing False, this run has True"),
+        ({"min_supervised_tokens": 3}, "min_supervised_tokens 2, this run has 3"),
     ],
 )
 def test_another_order_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -183,3 +187,17 @@ def test_two_ranks_resume_each_in_its_own_place(tmp_path: Path, strategy: str) -
         torch.testing.assert_close(resumed["weights"], unbroken["weights"], atol=0, rtol=0)
         rows.append(set(unbroken["rows"]))
     assert rows[0].isdisjoint(rows[1])
+
+
+def test_other_rows_or_files_are_refused(tmp_path: Path) -> None:
+    run = Runs(tmp_path, max_steps=3)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other.jsonl").write_text("".join(reversed(lines)))
+    (tmp_path / "few.jsonl").write_text("".join(lines[:4]))
+    for i, part in enumerate((lines[:12], lines[12:])):
+        (tmp_path / f"part{i}.jsonl").write_text("".join(part))
+    for name in ("other.jsonl", "few.jsonl", "part*.jsonl"):
+        with pytest.raises(ValueError, match=r"^the checkpoint was written in a stream that began with other rows"):
+            run(tmp_path / "first" / "step_2.ckpt", train_data=str(tmp_path / name))
+    (tmp_path / "longer.jsonl").write_text("".join(lines) + lines[0])
+    run(tmp_path / "first" / "step_2.ckpt", train_data=str(tmp_path / "longer.jsonl"))

@@ -69,7 +69,7 @@ def inspect_data(datamodule: LightningDataModule, shown: Shown, console: Console
 
     Args:
         datamodule: Attached to a trainer whose module is built, or with all settings of its own. Bad rows are counted
-            without a limit.
+            without a limit. Of a stream the first block is read.
         shown: Which rows are printed.
         console: Default: standard output.
 
@@ -85,9 +85,12 @@ def inspect_data(datamodule: LightningDataModule, shown: Shown, console: Console
     limit, datamodule.max_bad_rows = datamodule.max_bad_rows, sys.maxsize
     with _quiet():
         datamodule.prepare_data()
+        if datamodule.stream_rows is not None:
+            datamodule.read_first_block(datamodule.stream_rows)
     sides = sorted(datamodule.row_sets.items())  # train first
     for side, rows in sides:
-        _print_title(console, f"{side} rows: {rows.name}")
+        part = ", the first block" if side == "train" and datamodule.stream_rows is not None else ""
+        _print_title(console, f"{side} rows: {rows.name}{part}")
         _print_counts(console, rows, datamodule.max_length, limit)
         _print_statistics(console, RowStatistics.of(rows), hparams.get("num_anchors"))
     chosen = [(side, rows, index) for side, rows in sides for index in _chosen(rows, shown)]

@@ -80,7 +80,8 @@ def _open_or_begin(
     pad = padding_token_id(source.renderer.tokenizer)
     manifest = new_manifest(module.hparams["target"], fingerprint, tokens, per_token, pad)
     rank_zero_info(check_size(folder, manifest, sum(size.tokens for size in tokens.values()), limit_gb))
-    save_target_parts(folder, target.model.config, weights["embed_tokens.weight"], weights["lm_head.weight"])
+    parts = (target.model.config, weights["embed_tokens.weight"], weights["lm_head.weight"])
+    save_target_parts(folder, manifest.owner, *parts)
     create_cache(folder, manifest, source.row_sets)
 
 
@@ -101,17 +102,19 @@ def fingerprint_of(source: ChatDataModule, known: Fingerprint) -> Fingerprint:
 
 def known_of_target(hparams: Mapping[str, Any]) -> Fingerprint:
     """What the files of a module's target tell about it, without loading it."""
-    target = hparams.get("target")
-    config = None if target is None or hparams.get("gguf_file") is not None else _local_config(target)
+    target, gguf_file = hparams.get("target"), hparams.get("gguf_file")
+    trusted = bool(hparams.get("trust_remote_code", False))
+    config = None if target is None or gguf_file is not None else _local_config(target, trusted)
     return Fingerprint(
         target_config=None if config is None else config_digest(config),
-        target_files=None if target is None else files_digest(target),
+        target_files=None if target is None else files_digest(target, gguf_file),
         norm=NORM,
     )
 
 
-def _local_config(target: str) -> PretrainedConfig | None:
+def _local_config(target: str, trust_remote_code: bool) -> PretrainedConfig | None:
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(target_source(target), local_files_only=True)  # type: ignore[no-any-return]
+        return AutoConfig.from_pretrained(target_source(target), **options)  # type: ignore[no-any-return]
     except (OSError, ValueError):  # not on this machine
         return None

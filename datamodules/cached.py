@@ -91,13 +91,11 @@ class CachedFeatureDataModule(ChatDataModule):
             raise ValueError(
                 f"the shard {str(path)!r} of the feature cache is damaged: {reason}; dspark precompute rebuilds it"
             )
-        missing = {split: len(cache.missing(split)) for split in cache.splits}
-        if any(missing.values()):
+        if lacks := cache.lacks():
             raise ValueError(
-                f"the feature cache {self.cache!r} is incomplete, it lacks "
-                f"{' and '.join(f'{n} {split} rows' for split, n in missing.items() if n)}: dspark precompute "
-                "completes it"
+                f"the feature cache {self.cache!r} is incomplete, it lacks {lacks}: dspark precompute completes it"
             )
+        cache.check_rows()
         longest = cache.manifest.max_length
         if self._given_length is not None and self._given_length < longest:
             raise ValueError(f"max_length {self._given_length} is less than that of the rows in the cache, {longest}")

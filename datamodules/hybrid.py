@@ -1,6 +1,7 @@
 """The datamodule that fills a feature cache on the way: the first epoch computes, the later ones read."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,8 @@ class HybridFeatureDataModule(LightningDataModule):
                 f"a feature cache holds a known number of rows, but stream_rows {source.stream_rows} of the source "
                 "reads a stream without end: leave it out"
             )
+        if limit_gb is not None and not limit_gb > 0:  # NaN is not either
+            raise ValueError(f"limit_gb must be above 0, got {limit_gb}")
         self.source, self.cache, self.limit_gb = source, cache, limit_gb
         self.stored_target: StoredTarget | None = None
         """What the module takes in place of the target; None where the cache has to be filled."""
@@ -100,17 +103,8 @@ class HybridFeatureDataModule(LightningDataModule):
     def predict_dataloader(self) -> list[Any]:
         """What the cache lacks, split by split, sorted by length. Damaged shards are named and deleted first."""
         cache = self._open()
-        damaged = cache.damaged | {
-            path: why
-            for found in gather_values(cache.verify(process_rank(), world_size()))
-            for path, why in found.items()
-        }
-        for path, reason in damaged.items():
-            rank_zero_warn(f"the shard {str(path)!r} is damaged and will be computed again: {reason}")
-        if process_rank() == 0:
-            cache.discard(damaged)
-        gather_values(None)  # wait for that
-        cache.refresh()
+        found = gather_values(cache.verify(process_rank(), world_size()))
+        _discard_damaged(cache, {path: why for each in found for path, why in each.items()})
         missing = {split: cache.missing(split) for split in cache.splits}
         self._predicted = [split for split, places in missing.items() if len(places)]
         return [missing_loader(self.source, split, missing[split]) for split in self._predicted]
@@ -123,8 +117,10 @@ class HybridFeatureDataModule(LightningDataModule):
         batch = {name: values for name, values in batch.items() if name not in FEATURES}
         module: Any = self.trainer.lightning_module
         captured = capture(module.target, batch)
-        self._writer.add(self._split(dataloader_idx), batch, captured)
-        return batch | {name: getattr(captured, name) for name in FEATURES}
+        # What is trained on is what is stored, so that a resumed run, which reads it, ends where an unbroken one does.
+        features = {name: getattr(captured, name).to(torch.bfloat16) for name in FEATURES}
+        self._writer.add(self._split(dataloader_idx), batch, replace(captured, **features))
+        return batch | features
 
     def teardown(self, stage: str) -> None:
         """Wait until everything is stored."""
@@ -158,6 +154,7 @@ class HybridFeatureDataModule(LightningDataModule):
         if self.features is None:
             module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
             self.features = open_or_begin(Path(self.cache), self.source, module, self.limit_gb)
+            _discard_damaged(self.features, self.features.damaged)
             if module.target is not None:
                 self._writer = FeatureWriter(self.features)
                 self._together = is_sharded(cast(nn.Module, module.target.model))
@@ -197,6 +194,16 @@ class HybridFeatureDataModule(LightningDataModule):
         if self.trainer.predicting:
             return self._predicted[dataloader_idx]
         return "train" if self.trainer.training else "val"
+
+
+def _discard_damaged(cache: FeatureCache, damaged: Mapping[Path, str]) -> None:
+    """Name and delete shards, and look at the cache again. Every rank has to call this."""
+    for path, reason in damaged.items():
+        rank_zero_warn(f"the shard {str(path)!r} is damaged and will be computed again: {reason}")
+    if process_rank() == 0:
+        cache.discard(damaged)
+    gather_values(None)  # wait for that
+    cache.refresh()
 
 
 class _FeatureLoader(RowLoader):

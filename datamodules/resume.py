@@ -10,6 +10,8 @@ Its own counters do not always (seen with 2.6):
 
 from typing import Any
 
+from dspark_lightning.datamodules.chat import ChatDataModule
+
 _COUNTERS = ("ready", "started", "processed", "completed")
 
 
@@ -19,7 +21,7 @@ def settle_progress(checkpoint: dict[str, Any]) -> None:
     Args:
         checkpoint: As Lightning hands it over. Without the state of a `ResumableSampler` in it nothing is done.
     """
-    position = next((value for value in checkpoint.values() if isinstance(value, dict) and "pending" in value), None)
+    position = _position(checkpoint)
     loops = checkpoint.get("loops", {}).get("fit_loop")
     if position is None or loops is None:
         return
@@ -37,6 +39,25 @@ def settle_progress(checkpoint: dict[str, Any]) -> None:
         _set(batches["total"], batches["total"]["processed"])
         _set(batches["current"], 0)
         batches["is_last_batch"] = False
+
+
+def hand_over_position(checkpoint: dict[str, Any], datamodule: object) -> None:
+    """Let a datamodule go on where one of another class was, over the same rows; Lightning looks for its class's name.
+
+    Call it before `settle_progress`. `ResumableSampler.load_state_dict` refuses another number of rows or order.
+
+    Args:
+        checkpoint: As Lightning hands it over.
+        datamodule: That of this run.
+    """
+    name, position = type(datamodule).__qualname__, _position(checkpoint)
+    if position is not None and isinstance(getattr(datamodule, "source", datamodule), ChatDataModule):
+        checkpoint.setdefault(name, position)
+
+
+def _position(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """The state of a `ResumableSampler`."""
+    return next((value for value in checkpoint.values() if isinstance(value, dict) and "pending" in value), None)
 
 
 def _awaits_validation(epochs: dict[str, Any], batches: dict[str, Any]) -> bool:

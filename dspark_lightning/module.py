@@ -24,7 +24,7 @@ from dspark_lightning.building import new_draft
 from dspark_lightning.callbacks import AcceptanceMetrics, RankAgreement, RopePrecisionCheck
 from dspark_lightning.capture import capture
 from dspark_lightning.checkpoints import name_optimizer_states, prepare_checkpoints
-from dspark_lightning.datamodules.resume import settle_progress
+from dspark_lightning.datamodules.resume import hand_over_position, settle_progress
 from dspark_lightning.delivery import Delivery, all_or_none, from_rank_0, reads_for_others
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.config import DraftArgs
@@ -392,4 +392,5 @@ class DSparkModule(LightningModule):
         check_identity(self.identity(), checkpoint["dspark"])
         if self._trainer is not None:
             rank_zero_info(f"Going on at step {checkpoint['global_step']} of {self.trainer.ckpt_path}")
+            hand_over_position(checkpoint, self.trainer.datamodule)  # type: ignore[attr-defined]
         settle_progress(checkpoint)

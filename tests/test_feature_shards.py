@@ -1,5 +1,7 @@
 """Files of a feature cache: what is written is what is read, and nothing else is."""
 
+import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import torch
 
 from dspark_lightning.features.hashing import checksum, content_hash
-from dspark_lightning.features.shard import DamagedShard, read_index, read_row, write_shard
+from dspark_lightning.features.shard import DamagedShard, is_abandoned, read_index, read_row, write_shard
 from feature_helpers import random_row
 
 ROWS = [random_row(5, seed=1), random_row(9, seed=2), random_row(1, seed=3)]
@@ -69,6 +71,40 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         write_shard(tmp_path / "features", "mine", [0], ROWS[:1])
 
     assert [path.name for path in tmp_path.iterdir()] == ["features"]
+
+
+def test_a_sound_shard_of_the_same_rows_stays_and_a_damaged_one_goes(shard: Path) -> None:
+    others = [random_row(len(row.input_ids), seed=9) for row in ROWS]
+    whole = shard.read_bytes()
+
+    assert write_shard(shard.parent, "mine", [7, 3, 11], others) == shard
+    assert shard.read_bytes() == whole  # whoever has read the index still finds the rows that belong to it
+
+    shard.write_bytes(whole[:200])
+    write_shard(shard.parent, "mine", [7, 3, 11], ROWS)
+    assert shard.read_bytes() == whole
+    assert list(shard.parent.iterdir()) == [shard]
+
+
+@pytest.mark.parametrize(
+    ("host", "process", "age", "abandoned"),
+    [
+        (socket.gethostname(), os.getpid(), 0, False),
+        (socket.gethostname(), 2**22 + 1, 0, True),  # above the largest that Linux gives
+        ("elsewhere", 1, 0, False),
+        ("elsewhere", 1, 4000, True),
+        (socket.gethostname(), "x", 0, True),
+    ],
+)
+def test_only_what_nobody_writes_any_more_is_abandoned(
+    tmp_path: Path, host: str, process: object, age: int, abandoned: bool
+) -> None:
+    scratch = tmp_path / f".000000003-0123.safetensors.{host}.{process}.writing"
+    scratch.touch()
+    written = scratch.stat().st_mtime - age
+    os.utime(scratch, (written, written))
+
+    assert is_abandoned(scratch) == abandoned
 
 
 def test_hashes_do_not_depend_on_how_arrays_lie_in_memory() -> None:

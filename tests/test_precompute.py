@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -61,6 +62,8 @@ def test_the_command_takes_the_configuration_of_a_fit(
     [
         ([], "cache is not set: give --cache, the folder to fill"),
         (["--cache", "here", "--limit_gb", "0.001"], "would take 28 rows, "),
+        (["--cache", "here", "--limit_gb", "nan"], "limit_gb must be above 0, got nan"),
+        (["--cache", "yours"], "'yours' holds '"),
         (["--cache", "taken"], "'taken' holds 'notes.txt' and no manifest.json: give a folder for the feature cache"),
         (
             ["--cache", "here", "--data", "CachedFeatureDataModule", "--data.init_args.cache=x"],
@@ -78,12 +81,31 @@ def test_what_cannot_be_filled_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "notes.txt").write_text("mine")
+    yours = [
+        tmp_path / "yours" / name for name in ("target/config.json", "target/model.safetensors", "rows/train/a.txt")
+    ]
+    for path in yours:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
     small = SMALL[2:] if "--data" in args else SMALL
 
     assert dspark("precompute", "--config", str(CONFIG), *args, *small) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("dspark: error: ") and message in last
     assert not (tmp_path / "here").exists()
+    assert [path.read_text() for path in yours] == ["mine"] * 3
+
+
+def test_a_run_that_leaves_rows_out_does_not_say_that_the_cache_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = str(tmp_path / "cache")
+
+    assert (
+        dspark("precompute", "--config", str(CONFIG), "--cache", cache, *SMALL, "--trainer.limit_predict_batches=1")
+        == 2
+    )
+    assert re.search(r"is incomplete, it lacks \d+ train rows: run dspark precompute without", capsys.readouterr().err)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ Shapes: S tokens of a row, F feature layers, H hidden size.
 
 import shutil
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,24 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 
 from dspark_lightning.datamodules.rowset import RowSet
+from dspark_lightning.features.fingerprint import rows_digest
 from dspark_lightning.features.manifest import Manifest, has_manifest, read_manifest, write_manifest
-from dspark_lightning.features.shard import DamagedShard, FeatureRow, ShardIndex, read_index, read_row
+from dspark_lightning.features.shard import DamagedShard, FeatureRow, ShardIndex, is_abandoned, read_index, read_row
 from dspark_lightning.features.stored_target import StoredTarget, load_target_parts
 from dspark_lightning.replace import discard
+
+_BEGUN = (
+    "target/config.json",
+    "target/*.py",
+    "target/embedding_and_head.safetensors",
+    "rows/*/*.arrow",
+    "rows/*/dataset_info.json",
+    "rows/*/state.json",
+    "features/*/*.safetensors",
+    "features/*/.*.writing",
+    ".manifest.json.writing",
+)
+"""Files of a cache whose manifest is not written yet; the first two come before all others."""
 
 
 class FeatureCache:
@@ -104,6 +119,20 @@ class FeatureCache:
             )
         return RowSet(f"{split} rows of {self.folder}", table, np.arange(len(table)))
 
+    def check_rows(self) -> None:
+        """Refuse rows that are not those the features were made of.
+
+        Raises:
+            ValueError: names the split, with both hashes.
+        """
+        made = self.manifest.fingerprint.data or {}
+        for split in self.splits:
+            if (found := rows_digest(self.rows(split))) != made.get(split):
+                raise ValueError(
+                    f"the feature cache {str(self.folder)!r} is damaged: its {split} rows have the hash {found}, the "
+                    f"manifest says {made.get(split)}: precompute into another folder"
+                )
+
     def missing(self, split: str) -> npt.NDArray[np.int64]:
         """Places in `rows(split)` of the rows that no sound shard holds."""
         return np.flatnonzero(~self.holds(split, self.rows(split).column("row_id")))
@@ -111,7 +140,12 @@ class FeatureCache:
     @property
     def complete(self) -> bool:
         """Whether all rows of all splits are there."""
-        return not any(len(self.missing(split)) for split in self.splits)
+        return not self.lacks()
+
+    def lacks(self) -> str:
+        """How many rows are missing, for people: "19 train rows"; empty where none is."""
+        missing = {split: len(self.missing(split)) for split in self.splits}
+        return " and ".join(f"{count} {split} rows" for split, count in missing.items() if count)
 
     def read(self, split: str, row_id: int, input_ids: Tensor, loss_mask: Tensor) -> FeatureRow:
         """A row with its features, every byte of it checked.
@@ -146,7 +180,7 @@ class FeatureCache:
         """
         made = self.manifest.fingerprint
         layer_ids, weights = made.target_layer_ids or [], made.target_weights or ""
-        return load_target_parts(self.folder, layer_ids, weights, trust_remote_code)
+        return load_target_parts(self.folder, self.manifest.owner, layer_ids, weights, trust_remote_code)
 
     def shard_folder(self, split: str) -> Path:
         """Where the shards of a split are."""
@@ -154,7 +188,8 @@ class FeatureCache:
 
     def discard(self, damaged: Iterable[Path]) -> None:
         """Delete shards, and what processes that were killed left half-written."""
-        for path in [*damaged, *self.folder.glob("features/*/.*.writing")]:
+        abandoned = filter(is_abandoned, self.folder.glob("features/*/.*.writing"))
+        for path in [*damaged, *abandoned]:
             discard(path)
 
 
@@ -222,9 +257,12 @@ def check_cache_folder(folder: Path) -> None:
     Raises:
         ValueError: names what is in it.
     """
-    known = ("rows", "target", "features")
-    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known) if folder.is_dir() else []
-    if others and not has_manifest(folder):
-        raise ValueError(
-            f"{str(folder)!r} holds {others[0]!r} and no manifest.json: give a folder for the feature cache"
-        )
+    if has_manifest(folder) or not folder.is_dir():
+        return
+    begun = _BEGUN if (folder / "target" / "embedding_and_head.safetensors").is_file() else _BEGUN[:2]
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() and not any(fnmatch(name, known) for known in begun):
+            raise ValueError(
+                f"{str(folder)!r} holds {name!r} and no manifest.json: give a folder for the feature cache"
+            )

@@ -1,5 +1,6 @@
 """What features depend on: a cache made for anything else must not be trained from."""
 
+import glob
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from dspark_lightning.loading import target_source
 NORM = "decoder outputs, streams averaged; the last layer's behind the final norm"
 """How features are taken, see `dspark_lightning.target`."""
 
-_WEIGHT_FILES = ("*.safetensors", "*.gguf", "*.bin")
+_WEIGHT_FILES = ("*.safetensors", "*.bin")  # the first kind that is there is loaded
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
 
@@ -109,11 +110,12 @@ def _columns(table: Dataset, places: npt.NDArray[np.int64]) -> Iterator[npt.NDAr
             yield column.to_numpy(zero_copy_only=False)
 
 
-def files_digest(target: str) -> str | None:
+def files_digest(target: str, gguf_file: str | None = None) -> str | None:
     """Hash of sizes and samples of a target's weight files: quick, and another one once the target was trained further.
 
     Args:
         target: folder, hub id or "embedded".
+        gguf_file: the one file of it that is loaded, if it is a GGUF file.
 
     Returns:
         None where the files are not on this machine.
@@ -123,7 +125,8 @@ def files_digest(target: str) -> str | None:
         folder = Path(source if os.path.isdir(source) else snapshot_download(source, local_files_only=True))
     except (OSError, ValueError):
         return None
-    files = sorted(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
+    patterns = _WEIGHT_FILES if gguf_file is None else (glob.escape(gguf_file),)
+    files = next((found for pattern in patterns if (found := sorted(folder.glob(pattern)))), [])
     return content_hash(part for path in files for part in _samples(path)) if files else None
 
 

@@ -83,4 +83,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"the feature cache {str(folder)!r} has format {manifest.format}, this version reads {_FORMAT}: precompute "
             "into another folder"
         )
+    if "train" not in manifest.splits or manifest.pad_token_id < 0:
+        raise ValueError(
+            f"the feature cache's {str(path)!r} cannot be used: splits {list(manifest.splits)} must hold train, and "
+            f"pad_token_id {manifest.pad_token_id} must not be negative"
+        )
     return manifest

@@ -6,6 +6,8 @@ Shapes: R rows, T tokens of all rows, S tokens of a row, F feature layers, H hid
 """
 
 import os
+import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -18,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_lightning.features.hashing import checksum, content_hash
-from dspark_lightning.replace import discard, replace_path, scratch_path
+from dspark_lightning.replace import discard, replace_path
 
 _ROW_TENSORS = ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
 _INDEX = ("row_ids", "offsets", "checksums")
@@ -63,6 +65,8 @@ class ShardIndex(NamedTuple):
 def write_shard(folder: Path, owner: str, row_ids: Sequence[int], rows: Sequence[FeatureRow]) -> Path:
     """Write rows as one file, which is there as a whole or not at all; its name follows from which rows it holds.
 
+    Where another process has just written the same rows, its file stays: others may have read its index.
+
     Args:
         folder: of the split.
         owner: identifies the cache, so that a file strayed from another one is noticed.
@@ -77,18 +81,44 @@ def write_shard(folder: Path, owner: str, row_ids: Sequence[int], rows: Sequence
     tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in _ROW_TENSORS}
     tensors |= {name: torch.from_numpy(getattr(index, name)) for name in _INDEX}
     path = folder / name
-    scratch = scratch_path(path)
+    scratch = path.with_name(
+        f".{path.name}.{socket.gethostname()}.{os.getpid()}.writing"
+    )  # several may write it at once
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, scratch, metadata={"content_hash": index.content_hash(owner)})
         with scratch.open("rb") as file:
             os.fsync(file.fileno())
-        replace_path(scratch, path)
+        if not _is_sound(path, owner):
+            replace_path(scratch, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
         discard(scratch)
     return path
+
+
+def is_abandoned(scratch: Path) -> bool:
+    """Whether nobody goes on with a half-written shard: its process is gone, or has not touched it for an hour."""
+    *_, host, process, _ = scratch.name.split(".")
+    try:
+        if time.time() - scratch.stat().st_mtime > 3600:
+            return True
+        if host == socket.gethostname():
+            os.kill(int(process), 0)
+    except PermissionError:  # another user's
+        return False
+    except (OSError, ValueError):
+        return True
+    return False
+
+
+def _is_sound(path: Path, owner: str) -> bool:
+    try:
+        read_index(path, owner)
+    except DamagedShard:
+        return False
+    return True
 
 
 def read_index(path: Path, owner: str) -> ShardIndex:

@@ -75,11 +75,12 @@ def stored_target(trainer: Trainer | None) -> StoredTarget | None:
     return cast(StoredTarget | None, getattr(datamodule, "stored_target", None))
 
 
-def save_target_parts(cache: Path, config: PretrainedConfig, embedding: Tensor, head: Tensor) -> None:
+def save_target_parts(cache: Path, owner: str, config: PretrainedConfig, embedding: Tensor, head: Tensor) -> None:
     """Write what `load_target_parts` reads, each weight once.
 
     Args:
         cache: folder of the cache.
+        owner: identifies the cache, so that parts strayed from another one are noticed.
         config: of the target.
         embedding: [V, H], whole.
         head: [V, H], whole.
@@ -94,13 +95,13 @@ def save_target_parts(cache: Path, config: PretrainedConfig, embedding: Tensor, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(folder)
-        save_file(tensors, folder / _FILE, metadata={"content_hash": _hash(tensors)})
+        save_file(tensors, folder / _FILE, metadata={"content_hash": _hash(folder, owner, tensors)})
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot write {str(folder)!r}: {error}") from error
 
 
 def load_target_parts(
-    cache: Path, layer_ids: list[int], fingerprint: str, trust_remote_code: bool = False
+    cache: Path, owner: str, layer_ids: list[int], fingerprint: str, trust_remote_code: bool = False
 ) -> StoredTarget:
     """Read what `save_target_parts` wrote.
 
@@ -114,8 +115,8 @@ def load_target_parts(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             written = (file.metadata() or {}).get("content_hash")
         embedding = tensors["embed_tokens.weight"]
-        if _hash(tensors) != written:
-            raise ValueError(f"{_FILE} is not what was written (content hash {written})")
+        if (found := _hash(folder, owner, tensors)) != written:
+            raise ValueError(f"{_FILE} has the content hash {written}, but it and config.json give {found}")
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"the feature cache {str(cache)!r} is damaged: {str(folder)!r}: {reason}") from error
@@ -123,5 +124,6 @@ def load_target_parts(
     return StoredTarget(config, embedding, head, layer_ids, fingerprint, cache)
 
 
-def _hash(tensors: Mapping[str, Tensor]) -> str:
-    return content_hash(part for item in sorted(tensors.items()) for part in item)
+def _hash(folder: Path, owner: str, tensors: Mapping[str, Tensor]) -> str:
+    config = (folder / "config.json").read_text(encoding="utf-8")
+    return content_hash([owner, config, *(part for item in sorted(tensors.items()) for part in item)])

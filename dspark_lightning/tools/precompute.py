@@ -53,7 +53,8 @@ def precompute(cli: LightningCLI, filling: Filling) -> None:
         filling: what is to be filled.
 
     Raises:
-        ValueError: no cache is named, or the datamodule has no rows of its own to compute features for.
+        ValueError: no cache is named, the datamodule has no rows of its own to compute features for, or rows were held
+            back.
     """
     datamodule = filling_datamodule(cli.datamodule, filling)
     cli.trainer.predict(cli.model, datamodule=datamodule, return_predictions=False)
@@ -89,6 +90,11 @@ def filling_datamodule(datamodule: LightningDataModule, filling: Filling) -> Hyb
 
 def _summary(folder: Path) -> str:
     cache = FeatureCache(folder)
+    if not cache.complete:
+        raise ValueError(
+            f"the feature cache {str(folder)!r} is incomplete, it lacks {cache.lacks()}: run dspark precompute without "
+            "trainer.limit_predict_batches and trainer.fast_dev_run"
+        )
     rows = sum(size.rows for size in cache.manifest.splits.values())
     return (
         f"Feature cache {folder} is complete: {rows:,} rows\n"

@@ -104,7 +104,7 @@ def _write_rows(path: Path, vocabulary: int) -> str:
 
 def _check_equal(module: DSparkModule, online: dict[str, Tensor], cached: dict[str, Tensor]) -> None:
     """Both must train on the same rows, to the same loss."""
-    losses = [float(_loss(module, batch)) for batch in (online, cached)]
+    losses = [_loss(module, batch).item() for batch in (online, cached)]
     if online["row_id"].tolist() != cached["row_id"].tolist() or not math.isclose(*losses, abs_tol=1e-3):
         raise ValueError(f"the loss from the cache differs by {losses[1] - losses[0]:.1e} from {losses[0]:.4f} online")
 

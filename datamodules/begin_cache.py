@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import AutoConfig, PretrainedConfig
@@ -25,8 +25,9 @@ from dspark_lightning.features.fingerprint import (
 from dspark_lightning.features.manifest import SplitSize, has_manifest, new_manifest
 from dspark_lightning.features.stored_target import save_target_parts
 from dspark_lightning.loading import target_source
-from dspark_lightning.replace import check_folder
+from dspark_lightning.replace import alone_in, check_folder
 from dspark_lightning.sharding import full_state_dict
+from dspark_lightning.target import HFDSparkTargetModel
 
 if TYPE_CHECKING:
     from dspark_lightning.module import DSparkModule
@@ -68,12 +69,24 @@ def _open_or_begin(
         target_layer_ids=list(target.target_layer_ids),
     )
     fingerprint = fingerprint_of(source, known)
-    if has_manifest(folder):
-        cache = FeatureCache(folder)
-        check_fingerprint(fingerprint, cache.manifest.fingerprint, folder)
-        to_write = {split: cache.rows(split).lengths()[cache.missing(split)] for split in cache.splits}
-        rank_zero_info(check_size(folder, cache.manifest, sum(int(x.sum()) for x in to_write.values()), limit_gb))
+    if not has_manifest(folder) and _begin(folder, source, module, weights, fingerprint, limit_gb):
         return
+    cache = FeatureCache(folder)
+    check_fingerprint(fingerprint, cache.manifest.fingerprint, folder)
+    to_write = {split: cache.rows(split).lengths()[cache.missing(split)] for split in cache.splits}
+    rank_zero_info(check_size(folder, cache.manifest, sum(int(x.sum()) for x in to_write.values()), limit_gb))
+
+
+def _begin(
+    folder: Path,
+    source: ChatDataModule,
+    module: "DSparkModule",
+    weights: Mapping[str, Any],
+    fingerprint: Fingerprint,
+    limit_gb: float | None,
+) -> bool:
+    """Write all but the features; False where another process was quicker."""
+    target = cast(HFDSparkTargetModel, module.target)
     tokens = {split: SplitSize(len(rows), int(rows.lengths().sum())) for split, rows in source.row_sets.items()}
     hidden = target.model.config.get_text_config().hidden_size
     per_token = bytes_per_token(len(target.target_layer_ids), hidden)
@@ -81,8 +94,12 @@ def _open_or_begin(
     manifest = new_manifest(module.hparams["target"], fingerprint, tokens, per_token, pad)
     rank_zero_info(check_size(folder, manifest, sum(size.tokens for size in tokens.values()), limit_gb))
     parts = (target.model.config, weights["embed_tokens.weight"], weights["lm_head.weight"])
-    save_target_parts(folder, manifest.owner, *parts)
-    create_cache(folder, manifest, source.row_sets)
+    with alone_in(folder):
+        if has_manifest(folder):
+            return False
+        save_target_parts(folder, manifest.owner, *parts)
+        create_cache(folder, manifest, source.row_sets)
+    return True
 
 
 def fingerprint_of(source: ChatDataModule, known: Fingerprint) -> Fingerprint:

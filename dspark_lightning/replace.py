@@ -1,8 +1,10 @@
 """Putting something finished in the place of its predecessor."""
 
+import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -47,6 +49,26 @@ def check_folder(path: Path) -> None:
         raise ValueError(f"cannot write to {str(path)!r}: {str(there)!r} is a file")
     if not os.access(there, os.W_OK):
         raise ValueError(f"cannot write to {str(path)!r}: {str(there)!r} is read-only")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a folder, and have other processes that ask for it wait; not where its file system knows no locks.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"cannot write to {str(folder)!r}: {error.strerror or error}") from error
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_finished(path: Path, write: Callable[[Path], object]) -> None:

@@ -2,6 +2,8 @@
 
 import shutil
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from dspark_lightning.datamodules import HybridFeatureDataModule
+from dspark_lightning.datamodules import HybridFeatureDataModule, begin_cache
 from dspark_lightning.embedded import embedded_path
 from dspark_lightning.features import estimate
 from dspark_lightning.features.cache import FeatureCache
@@ -100,6 +102,24 @@ def test_the_limit_holds_for_a_cache_that_was_begun(cache: Path, tmp_path: Path)
     with pytest.raises(ValueError, match=r"MB, more than limit_gb 0.001"):
         new_trainer(max_epochs=1).fit(new_module(), datamodule=hybrid)
     assert not shards(copy)
+
+
+def test_of_two_runs_that_begin_a_cache_one_takes_what_the_other_has_begun(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def overtaken(folder: Path) -> Iterator[None]:
+        shutil.copytree(cache, folder)
+        yield
+
+    monkeypatch.setattr(begin_cache, "alone_in", overtaken)
+    fill(tmp_path / "cache")
+    assert [path.stat().st_mtime_ns for path in shards(tmp_path / "cache")] == [
+        path.stat().st_mtime_ns for path in shards(cache)
+    ]
+
+    with pytest.raises(ValueError, match="was made with max_length 128, this run has 64"):
+        fill(tmp_path / "another", new_source(max_length=64))
 
 
 def test_parts_of_the_target_take_the_dtype_that_it_would_be_loaded_in(cache: Path) -> None:

@@ -1,6 +1,6 @@
-"""Two ranks fill a feature cache and train from it, under every strategy; each writes down its losses as JSON.
+"""Two ranks fill a feature cache and train from it; each writes down its losses as JSON.
 
-python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks_cache.py FOLDER
+python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks_cache.py FOLDER STRATEGY
 """
 
 import json
@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningDataModule
 
 from dspark_lightning.datamodules import CachedFeatureDataModule, HybridFeatureDataModule
 from feature_helpers import new_module, new_source
-from ranks_helpers import STRATEGIES, quiet_trainer
+from ranks_helpers import quiet_trainer
 
 
 class Losses(Callback):
@@ -38,23 +38,19 @@ def train(strategy: str, datamodule: LightningDataModule, folder: Path) -> list[
     return losses.sums
 
 
-def main(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
-    facts: dict[str, Any] = {}
-    for strategy in STRATEGIES:
-        cache = folder / strategy
-        hybrid = HybridFeatureDataModule(new_source(batch_size=2), str(cache))
-        trainer = quiet_trainer(strategy, folder)
-        trainer.predict(new_module(), datamodule=hybrid, return_predictions=False)
-        trainer.strategy.barrier()
-        facts[strategy] = {
-            "cached": train(strategy, CachedFeatureDataModule(str(cache), batch_size=2), folder),
-            "hybrid": train(
-                strategy, HybridFeatureDataModule(new_source(batch_size=2), str(folder / f"{strategy}-hybrid")), folder
-            ),
-        }
-    (folder / f"rank{rank}.json").write_text(json.dumps(facts))
+def main(folder: Path, strategy: str) -> None:
+    cache = folder / "cache"
+    filling = HybridFeatureDataModule(new_source(batch_size=2), str(cache))
+    trainer = quiet_trainer(strategy, folder)
+    trainer.predict(new_module(), datamodule=filling, return_predictions=False)
+    trainer.strategy.barrier()
+    hybrid = HybridFeatureDataModule(new_source(batch_size=2), str(folder / "hybrid"))
+    losses = {
+        "cached": train(strategy, CachedFeatureDataModule(str(cache), batch_size=2), folder),
+        "hybrid": train(strategy, hybrid, folder),
+    }
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(losses))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -40,6 +40,7 @@ def test_a_round_is_compared_with_a_plain_step(tmp_path: Path) -> None:
     assert with_head - without == 7 * 4 * 256 * 1024  # W2 once for each Markov step
 
 
+@pytest.mark.slow
 def test_a_cache_is_compared_with_the_target(tmp_path: Path) -> None:
     done = run("benchmarks.cache", "--repeats", "1", "--threads", "1", "--json", str(tmp_path / "cache.json"))
     assert done.returncode == 0, done.stderr

@@ -37,7 +37,7 @@ def test_a_resumed_fit_does_not_decode_at_the_step_it_starts_from(monkeypatch: p
 
     monkeypatch.setattr(callback, "_decode", lambda trainer, *_: decoded.append(trainer.global_step) or {})
     monkeypatch.setattr("dspark_lightning.callbacks.decode_acceptance.write_scalars", lambda *_: None)
-    module: Any = type("Module", (), {"log_dict": lambda *_, **__: None})()
+    module: Any = type("Module", (), {"log_dict": lambda *_, **__: None, "target": object()})()
     trainer: Any = Trainer()
     callback.on_train_start(trainer, module)
     for step in (4, 5, 6):  # micro-batches of the step that was being accumulated, and two more

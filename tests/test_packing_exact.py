@@ -50,6 +50,9 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 }
 
 
+EACH = [pytest.param(name, marks=[] if name in ("gemma4", "qwen3") else pytest.mark.slow) for name in PAIRS]
+
+
 def outcome(pair: Pair, batch: dict[str, Tensor], anchors: list[list[int]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Sums of the loss terms and the gradients of the numerator of the loss, as a training step makes them."""
     target, draft = pair
@@ -66,7 +69,7 @@ def outcome(pair: Pair, batch: dict[str, Tensor], anchors: list[list[int]]) -> t
 
 
 @pytest.mark.parametrize("attention", ["dense", "split"])
-@pytest.mark.parametrize("family", PAIRS)
+@pytest.mark.parametrize("family", EACH)
 def test_packing_changes_no_number(family: str, attention: Any) -> None:
     pair = PAIRS[family]()
     shake(pair[1])
@@ -101,7 +104,7 @@ def test_the_documents_of_a_pack_would_matter_if_they_were_seen() -> None:
     assert not torch.allclose(features[0][:, 20:], features[1][:, 20:], atol=1e-2)
 
 
-@pytest.mark.parametrize("family", PAIRS)
+@pytest.mark.parametrize("family", EACH)
 def test_what_stands_in_the_padding_of_a_pack_is_seen_by_nothing(family: str) -> None:
     target, draft = PAIRS[family]()
     packed = collate_rows([join_documents(documents(20, 9))], pad_token_id=0, max_length=64)

@@ -12,10 +12,14 @@ from ranks_helpers import STRATEGIES, read_json, run_on_two_ranks
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name == "fsdp2" else pytest.mark.slow) for name in STRATEGIES],
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks wrote under a strategy."""
     folder = tmp_path_factory.mktemp("cache")
-    run_on_two_ranks("ranks_cache.py", folder)
+    run_on_two_ranks("ranks_cache.py", folder, request.param)
     return folder
 
 
@@ -25,11 +29,8 @@ def online(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["cached", "hybrid"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_losses_are_those_of_one_rank_with_the_target(
-    strategy: str, kind: str, folder: Path, online: list[list[float]]
-) -> None:
-    ranks = [read_json(folder / f"rank{rank}.json")[strategy][kind] for rank in (0, 1)]
+def test_losses_are_those_of_one_rank_with_the_target(kind: str, folder: Path, online: list[list[float]]) -> None:
+    ranks = [read_json(folder / f"rank{rank}.json")[kind] for rank in (0, 1)]
 
     assert ranks[0] == ranks[1] and len(ranks[0]) == len(online) == 2 * (10 + 2)
     for (ours, our_weights), (theirs, their_weights) in zip(ranks[0], online, strict=True):
@@ -37,10 +38,9 @@ def test_losses_are_those_of_one_rank_with_the_target(
         assert ours / our_weights == pytest.approx(theirs / their_weights, abs=1e-3)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_rank_writes_files_of_its_own(strategy: str, folder: Path) -> None:
-    cache = FeatureCache(folder / strategy)
+def test_each_rank_writes_files_of_its_own(folder: Path) -> None:
+    cache = FeatureCache(folder / "cache")
     held = cache._splits["train"].row_ids.tolist()
 
-    assert cache.complete and len(shards(folder / strategy)) == 2
+    assert cache.complete and len(shards(folder / "cache")) == 2
     assert len(held) == len(set(held)) == 40

@@ -162,6 +162,7 @@ def main(args: ArgsType = None) -> None:
         ".*was deprecated in v4.49.0",
         ".*LeafSpec",
         ".*assuming the intent is to load in a single process",
+        ".*Total length of .* across ranks is zero",
         "LightningCLI's args parameter",
     ):
         warnings.filterwarnings("ignore", message=pattern)

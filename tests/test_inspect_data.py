@@ -14,7 +14,7 @@ from rich.console import Console
 from chat_helpers import MASK_ID, SPECIAL, byte_tokenizer, chat, save_tokenizer, write_jsonl
 from chat_helpers import datasets_cache as datasets_cache
 from dspark_lightning.cli import main
-from dspark_lightning.datamodules import ChatDataModule
+from dspark_lightning.datamodules import CachedFeatureDataModule, ChatDataModule, HybridFeatureDataModule
 from dspark_lightning.datamodules.preview import Piece, pieces
 from dspark_lightning.datamodules.row_statistics import RowStatistics, histogram
 from dspark_lightning.tools.inspect_data import Shown, inspect_data, parse_shown
@@ -205,3 +205,14 @@ def test_of_a_stream_the_first_block_is_shown(datamodule: ChatDataModule) -> Non
     text = report(datamodule)
     assert "train.jsonl [train], the first block\n2 rows read, 2 kept" in text
     assert rows_shown(text) == [1, 2] and "── val rows: val_data" in text
+
+
+def test_of_a_cache_that_is_filled_the_source_is_shown(tmp_path: Path) -> None:
+    source = ChatDataModule("embedded", tokenizer="embedded", mask_token_id=5, train_split="train[:3]", max_length=128)
+    console = Console(file=io.StringIO(), width=80)
+    inspect_data(HybridFeatureDataModule(source, str(tmp_path / "none")), Shown(1, None, None), console)
+    assert "3 rows read, 3 kept" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert not (tmp_path / "none").exists()
+
+    with pytest.raises(ValueError, match="rows of a CachedFeatureDataModule cannot be shown"):
+        inspect_data(CachedFeatureDataModule(str(tmp_path / "none")), Shown(1, None, None))

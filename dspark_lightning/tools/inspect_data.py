@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dspark_lightning.datamodules import ChatDataModule
+from dspark_lightning.datamodules import CachedFeatureDataModule, ChatDataModule, HybridFeatureDataModule
 from dspark_lightning.datamodules.preview import Piece, pieces
 from dspark_lightning.datamodules.row_statistics import RowStatistics, histogram
 from dspark_lightning.datamodules.rowset import RowSet
@@ -76,9 +76,12 @@ def inspect_data(datamodule: LightningDataModule, shown: Shown, console: Console
     Raises:
         ValueError: Data that cannot be used, or a row that is not there.
     """
-    if not isinstance(datamodule, ChatDataModule):
+    if isinstance(datamodule, HybridFeatureDataModule):
+        datamodule.source.trainer, datamodule = datamodule.trainer, datamodule.source
+    if not isinstance(datamodule, ChatDataModule) or isinstance(datamodule, CachedFeatureDataModule):
         raise ValueError(
-            f"rows of a {type(datamodule).__name__} cannot be shown: data must be a ChatDataModule or VLMDataModule"
+            f"rows of a {type(datamodule).__name__} cannot be shown: data must be a ChatDataModule or VLMDataModule, "
+            "or a HybridFeatureDataModule with one of them"
         )
     console = console or Console(highlight=False)
     hparams = {} if datamodule.trainer is None else datamodule.trainer.lightning_module.hparams

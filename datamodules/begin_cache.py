@@ -47,10 +47,7 @@ def open_or_begin(folder: Path, source: ChatDataModule, module: "DSparkModule", 
             anything is written.
     """
     weights = full_state_dict(module.draft)  # type: ignore[arg-type]  # with the help of all ranks
-    if process_rank() == 0:
-        all_or_none(lambda: _open_or_begin(folder, source, module, weights, limit_gb))
-    else:
-        all_or_none(lambda: None)
+    all_or_none(lambda: _open_or_begin(folder, source, module, weights, limit_gb) if process_rank() == 0 else None)
     return all_or_none(lambda: FeatureCache(folder))
 
 

@@ -1,6 +1,6 @@
 """The datamodule that trains from a feature cache alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class CachedFeatureDataModule(ChatDataModule):
         """Open the cache, unless that is done."""
         if self._cache is None:
             self._cache = self._open()
-        hparams = getattr(self.trainer.lightning_module, "hparams", {}) if self.trainer else {}
+        hparams = self._module_hparams
         seed = hparams.get("seed", 0) if self.seed is None else self.seed
         mask_token_id = hparams.get("mask_token_id", -1)
         self._settings = Settings("", None, False, mask_token_id, 2, seed)
@@ -84,6 +84,11 @@ class CachedFeatureDataModule(ChatDataModule):
                 self._keep(split, self._cache.rows(split))
         if stage != "fit" and "val" not in self._rows:
             raise ValueError(f"no rows to {stage} on: the feature cache {self.cache!r} has no validation rows")
+
+    @property
+    def _module_hparams(self) -> Mapping[str, Any]:
+        """Of the module that is trained; empty without one."""
+        return getattr(self.trainer.lightning_module, "hparams", {}) if self.trainer else {}
 
     def _open(self) -> FeatureCache:
         cache = FeatureCache(Path(self.cache))
@@ -100,7 +105,7 @@ class CachedFeatureDataModule(ChatDataModule):
         if self._given_length is not None and self._given_length < longest:
             raise ValueError(f"max_length {self._given_length} is less than that of the rows in the cache, {longest}")
         self.max_length = self._given_length or longest
-        hparams = getattr(self.trainer.lightning_module, "hparams", {}) if self.trainer else {}
+        hparams = self._module_hparams
         check_fingerprint(known_of_target(hparams), cache.manifest.fingerprint, cache.folder)
         self.stored_target = cache.stored_target(bool(hparams.get("trust_remote_code", False)))
         if self.packing:

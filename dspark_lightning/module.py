@@ -345,7 +345,7 @@ class DSparkModule(LightningModule):
             mask.shape[1], mask, self.draft.num_anchors, "cpu", remaining, generators
         )
         used = max(1, int(keep.sum(dim=-1).max()))  # places that no row fills would cost the heads full compute
-        captured = capture(self.target, batch)
+        captured = capture(self.target, {**batch, "on_host": on_host})
         boxes = {name: box for name, box in on_host.items() if name != "row_id"}
         boxes |= {"anchor_positions": OnHost(anchors[:, :used]), "block_keep_mask": OnHost(keep[:, :used])}
         drafted: DSparkForwardOutput | DSparkHiddenOutput = self.draft(**vars(captured) | boxes, output=output)

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.decoding.projection import project
+from dspark_lightning.document_attention import attending_by_document
 from dspark_lightning.offload import input_device, onloaded, with_weights
 from dspark_lightning.precision import without_autocast
 
@@ -190,7 +191,9 @@ class HFDSparkTargetModel:
             attention_mask = None
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions, **multimodal}
         self.model.eval()
-        features = self._run(inputs, with_media=bool(multimodal))
+        in_packs = None if multimodal else seq_lens
+        with nullcontext() if in_packs is None else attending_by_document(self.decoder, in_packs):
+            features = self._run(inputs, with_media=bool(multimodal))
         device, last = input_ids.device, features[self.num_layers - 1]
         # Outside inference mode again: the concatenation and the copy are ordinary tensors that autograd may save.
         return DSparkTargetBatch(

@@ -93,15 +93,35 @@ def test_packing_changes_no_number(family: str, attention: Any) -> None:
 
 
 def test_the_documents_of_a_pack_would_matter_if_they_were_seen() -> None:
-    """Positions that run on through a pack change the features: so the equality above says something."""
+    """One row of the same tokens has other features: so the equality above says something."""
     target, _ = build_pair("gemma4")
     packed = collate_rows([join_documents(documents(*LENGTHS))], pad_token_id=0, max_length=64)
-    features = []
-    for positions in (packed["position_ids"], torch.arange(packed["input_ids"].shape[1])[None]):
-        batch = (packed["input_ids"], None, packed["loss_mask"], positions, packed["seq_lens"])
-        features.append(target.generate_batch(*batch).target_hidden_states)
-    assert torch.allclose(features[0][:, :20], features[1][:, :20], atol=1e-5)
-    assert not torch.allclose(features[0][:, 20:], features[1][:, 20:], atol=1e-2)
+    tokens = (packed["input_ids"], None, packed["loss_mask"])
+    apart = target.generate_batch(*tokens, packed["position_ids"], packed["seq_lens"]).target_hidden_states
+    as_one = target.generate_batch(*tokens).target_hidden_states
+    assert torch.allclose(apart[:, :20], as_one[:, :20], atol=1e-4)
+    assert not torch.allclose(apart[:, 20:], as_one[:, 20:], atol=1e-2)
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_a_target_attends_document_by_document_unless_it_has_to_see_the_whole_row(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = PAIRS[family]()
+    packed = collate_rows([join_documents(documents(20, 9)), join_documents(documents(13))], 0, max_length=64)
+    places = (packed["position_ids"], packed["seq_lens"])
+    seen: list[int] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        seen.append(key.shape[2])
+        return attend(query, key, value, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    target.generate_batch(packed["input_ids"], None, packed["loss_mask"], *places)
+    whole_rows = family == "glm_moe_dsa"  # an indexer chooses what a token sees
+    assert set(seen) == ({32} if whole_rows else {20, 9, 13})
+    assert target.model.config.get_text_config()._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("family", EACH)

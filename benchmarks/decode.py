@@ -15,8 +15,8 @@ from benchmarks.measure import Run, alternate, ratio
 from benchmarks.rounds import READ_BYTES, LeanStep, PlainStep, RoundParts, WholeRound, plain_bytes, read, round_bytes
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
-from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
+from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.target import HFDSparkTargetModel, build_target_layer_ids
 from dspark_lightning.tools.machine import describe_machine
 

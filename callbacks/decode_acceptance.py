@@ -27,7 +27,7 @@ from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.evaluation.evaluate import play_all, scalars
 from dspark_lightning.evaluation.play import DecodeSettings, Player
 from dspark_lightning.evaluation.summary import summarise
-from dspark_lightning.export import build_draft_from_config
+from dspark_lightning.pretrained import build_draft_from_config
 from dspark_lightning.sharding import full_state_dict, is_sharded
 from dspark_lightning.target import HFDSparkTargetModel
 

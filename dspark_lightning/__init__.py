@@ -32,7 +32,7 @@ from dspark_lightning.drafts.registry import (
     resolve_dspark_draft_spec,
 )
 from dspark_lightning.drafts.spec import DraftSpec
-from dspark_lightning.export import export_draft, load_pretrained_draft
+from dspark_lightning.export import export_draft
 from dspark_lightning.families import (
     DeepseekV4DSpark,
     Gemma4DSpark,
@@ -51,6 +51,7 @@ from dspark_lightning.heads import (
 from dspark_lightning.loss import compute_dspark_loss
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.outputs import DSparkForwardOutput
+from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.rope import pin_rope_inv_freq_fp32
 from dspark_lightning.target import (
     DSparkTargetBatch,

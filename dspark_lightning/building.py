@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.spec import DraftSpec
-from dspark_lightning.export import load_draft_weights
+from dspark_lightning.pretrained import load_draft_weights
 
 
 def new_draft(

@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dspark_lightning.checkpoint_draft import read_checkpoint
 from dspark_lightning.delivery import all_or_none
-from dspark_lightning.export import read_checkpoint
 from dspark_lightning.replace import discard, replace_path, scratch_path
 from dspark_lightning.sharded_checkpoint import written_by
 

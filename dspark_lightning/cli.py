@@ -19,13 +19,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 import dspark_lightning.callbacks
 import dspark_lightning.datamodules  # noqa: F401
 from dspark_lightning import __version__
+from dspark_lightning.checkpoint_draft import load_checkpoint_draft
 from dspark_lightning.checkpoints import check_checkpoint
-from dspark_lightning.export import (
-    check_export_path,
-    export_draft,
-    load_checkpoint_draft,
-    serve_command,
-)
+from dspark_lightning.export import check_export_path, export_draft, serve_command
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.tools.calibrate import calibrate
 from dspark_lightning.tools.evaluate import evaluate

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.datamodules import VLMDataModule
 from dspark_lightning.drafts.base import DSparkDraft
-from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
+from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.target import HFDSparkTargetModel
 
 TARGET = "embedded-pictures"

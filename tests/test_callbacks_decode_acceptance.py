@@ -18,8 +18,9 @@ from dspark_lightning.datamodules.tokenizer import load_tokenizer
 from dspark_lightning.evaluation.evaluate import evaluation_results, play_all, scalars
 from dspark_lightning.evaluation.pair import pair_up
 from dspark_lightning.evaluation.play import DecodeSettings, Player
-from dspark_lightning.export import export_draft, load_pretrained_draft
+from dspark_lightning.export import export_draft
 from dspark_lightning.loading import load_target
+from dspark_lightning.pretrained import load_pretrained_draft
 from ranks_decode import OPTIONS, decode
 from ranks_helpers import STRATEGIES, quiet_trainer, read_json, run_on_two_ranks
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dspark_lightning.callbacks import AcceptanceMetrics, DraftExport, RopePrecisionCheck, StepTimer
-from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.module import DSparkModule
+from dspark_lightning.pretrained import load_pretrained_draft
 from fakes import RecordingLogger, tiny_trainer
 from helpers import TINY, seeded, tiny_qwen3
 

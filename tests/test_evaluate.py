@@ -24,8 +24,8 @@ from dspark_lightning.evaluation.evaluate import play_all
 from dspark_lightning.evaluation.pair import pair_up
 from dspark_lightning.evaluation.play import DecodeSettings, Player
 from dspark_lightning.evaluation.summary import summarise
-from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
+from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.target import HFDSparkTargetModel
 from evaluation_helpers import embedded_pair, evaluate, export_untrained
 from family_helpers import ARGS

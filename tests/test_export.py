@@ -16,17 +16,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dspark_lightning import export
+from dspark_lightning.checkpoint_draft import load_checkpoint_draft
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
-from dspark_lightning.export import (
-    check_export_path,
-    engine_warnings,
-    export_draft,
-    load_checkpoint_draft,
-    load_draft_weights,
-    load_pretrained_draft,
-    serve_command,
-)
+from dspark_lightning.export import check_export_path, engine_warnings, export_draft, serve_command
+from dspark_lightning.pretrained import load_draft_weights, load_pretrained_draft
 from dspark_lightning.rope import rope_errors
 from helpers import seeded, tiny_qwen3, tiny_qwen3_config
 

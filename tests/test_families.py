@@ -13,8 +13,9 @@ from transformers import AutoConfig
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model, resolve_dspark_draft_spec
-from dspark_lightning.export import export_draft, load_pretrained_draft
+from dspark_lightning.export import export_draft
 from dspark_lightning.loss import compute_dspark_loss
+from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.rope import rope_errors
 from family_helpers import ARGS, FAMILIES, LOSS, VARIANTS, build_pair, shake, token_ids
 from tiny_target import build_tiny_target

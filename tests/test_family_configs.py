@@ -14,7 +14,8 @@ from dspark_lightning.drafts.gemma4 import ScaledEmbedding
 from dspark_lightning.drafts.kimi_k3 import situ
 from dspark_lightning.drafts.minimax_m3 import swiglu_oai
 from dspark_lightning.drafts.registry import build_draft_model
-from dspark_lightning.export import export_draft, load_draft_weights
+from dspark_lightning.export import export_draft
+from dspark_lightning.pretrained import load_draft_weights
 from family_helpers import ARGS, FAMILIES, VARIANTS, build_pair
 from tiny_target import build_tiny_target
 

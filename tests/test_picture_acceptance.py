@@ -8,8 +8,8 @@ import torch
 from dspark_lightning.cli import main
 from dspark_lightning.datamodules import VLMDataModule
 from dspark_lightning.drafts.registry import build_draft_model
-from dspark_lightning.export import load_pretrained_draft
 from dspark_lightning.loading import load_target
+from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.target import HFDSparkTargetModel
 from picture_acceptance import TARGET, Acceptance, held_out_rows, picture_acceptance
 

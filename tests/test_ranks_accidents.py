@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dspark_lightning.export import read_checkpoint
+from dspark_lightning.checkpoint_draft import read_checkpoint
 from ranks_checkpoint import Outcomes, Run, chosen_slow, make_runs
 
 pytestmark = pytest.mark.distributed

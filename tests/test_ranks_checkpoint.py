@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from dspark_lightning import load_pretrained_draft
+from dspark_lightning.checkpoint_draft import read_checkpoint
 from dspark_lightning.cli import export, main
-from dspark_lightning.export import read_checkpoint
 from dspark_lightning.sharded_checkpoint import read_sharded_weights
 from ranks_checkpoint import Outcomes, Run, chosen_slow, make_runs
 

@@ -8,6 +8,10 @@ STAMP = $(VENV)/.installed
 OFFLINE = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 TESTING = $(OFFLINE) OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
+# Test files that run side by side; the fixtures of a file are made once.
+WORKERS ?= 2
+SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile
+
 # The oldest transformers that is supported, with what it asks for; everything else as pinned.
 OLDEST = 5.17.0
 OLDEST_VENV = $(VENV)-transformers-$(OLDEST)
@@ -20,17 +24,17 @@ demo: $(STAMP)
 	@$(OFFLINE) $(BIN)/dspark fit --config configs/quickstart.yaml
 
 test: $(STAMP)
-	@$(TESTING) $(BIN)/python -m pytest -q
+	@$(TESTING) $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 
 test-all: $(STAMP)
-	@$(TESTING) $(BIN)/python -m pytest -q -m "not cuda"
+	@$(TESTING) $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m "not cuda"
 
 # On a machine with CUDA devices, all of which the tests use.
 test-cuda: $(STAMP)
 	@$(TESTING) $(BIN)/python -m pytest -q -m cuda
 
 test-oldest: $(OLDEST_VENV)/.installed
-	@$(TESTING) $(OLDEST_VENV)/bin/python -m pytest -q
+	@$(TESTING) $(OLDEST_VENV)/bin/python -m pytest -q $(SIDE_BY_SIDE)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check

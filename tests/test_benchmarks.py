@@ -15,6 +15,7 @@ def run(*arguments: str, code: str | None = None) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, *what], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 
+@pytest.mark.slow
 def test_the_step_is_compared_with_the_dense_baseline(tmp_path: Path) -> None:
     """Loss and all gradients are held against the baseline, which shares no code with the draft's fast paths."""
     done = run("benchmarks.step", "--sizes", "tiny", "--repeats", "1", "--json", str(tmp_path / "step.json"))

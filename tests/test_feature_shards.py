@@ -95,6 +95,7 @@ def test_a_sound_shard_of_the_same_rows_stays_and_a_damaged_one_goes(shard: Path
         ("elsewhere", 1, 4000, True),
         (socket.gethostname(), "x", 0, True),
     ],
+    ids=["running", "ended", "on another machine", "long ago on another machine", "no process id"],
 )
 def test_only_what_nobody_writes_any_more_is_abandoned(
     tmp_path: Path, host: str, process: object, age: int, abandoned: bool

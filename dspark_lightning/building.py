@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -36,7 +37,9 @@ def new_draft(
         draft = spec.model_class(config)
     draft.initialize_embeddings_and_head(embed_tokens=embed_tokens, lm_head=lm_head)
     if hparams["draft_init"] is not None:
-        load_draft_weights(draft, hparams["draft_init"])
+        fresh = load_draft_weights(draft, hparams["draft_init"])
+        if fresh:
+            rank_zero_info(f"{hparams['draft_init']} has no {' and no '.join(fresh)}: new here, freshly initialised")
     draft.attention = hparams["attention"]
     if hparams["activation_checkpointing"]:
         draft.checkpoint_activations()

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_lightning.drafts.base import DSparkDraft
+from dspark_lightning.layouts.written import ExportLayout, written_config
 from dspark_lightning.loading import target_source
 from dspark_lightning.pretrained import DRAFT_FILES
 from dspark_lightning.replace import replace_path, scratch_path
@@ -25,7 +26,13 @@ from dspark_lightning.sharding import is_sharded
 _WEIGHTS, _CONFIG = DRAFT_FILES
 
 
-def export_draft(draft: DSparkDraft, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> Path:
+def export_draft(
+    draft: DSparkDraft,
+    path: str | Path,
+    weights: Mapping[str, Tensor] | None = None,
+    layout: ExportLayout = "dspark",
+    target: str | None = None,
+) -> Path:
     """Write a draft as a servable folder; an existing one is replaced only once the new one is complete.
 
     Warns where an engine cannot serve this draft.
@@ -34,13 +41,15 @@ def export_draft(draft: DSparkDraft, path: str | Path, weights: Mapping[str, Ten
         draft: any DSpark draft.
         path: folder to write; its name must contain "dspark" and not "dflash", since engines go by it.
         weights: written in place of the draft's own state dict, for a draft that is split over ranks.
+        layout: dspark for serving engines, deepspec for DeepSpec and NeMo Automodel, or speculators.
+        target: folder or hub id of the target, which the speculators layout names; its config is read.
 
     Returns:
         the folder.
 
     Raises:
         ValueError: a name that engines would misread, something else in the folder's place, weights that are not
-            finite or split over ranks, or a place that cannot be written.
+            finite or split over ranks, a layout that cannot hold the draft, or a place that cannot be written.
     """
     path = check_export_path(path)
     if weights is None and is_sharded(draft):
@@ -58,11 +67,12 @@ def export_draft(draft: DSparkDraft, path: str | Path, weights: Mapping[str, Ten
     scratch = scratch_path(path)
     shutil.rmtree(scratch, ignore_errors=True)
     try:
+        config = written_config(serving_config(draft), layout, target)
         scratch.mkdir(parents=True)
         # Tied targets share one tensor between embedding and head; the file must hold both.
         copies = {name: tensor.clone() for name, tensor in weights.items()}
         save_file(copies, scratch / _WEIGHTS, metadata={"format": "pt"})
-        (scratch / _CONFIG).write_text(json.dumps(serving_config(draft), indent=2, sort_keys=True) + "\n")
+        (scratch / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         # safetensors keeps the file to its owner; who serves may be another user.
         (scratch / _WEIGHTS).chmod((scratch / _CONFIG).stat().st_mode)
         replace_path(scratch, path)
@@ -129,10 +139,12 @@ def serving_config(draft: DSparkDraft) -> dict[str, Any]:
 def engine_warnings(draft: DSparkDraft) -> list[str]:
     """One line for each engine that cannot serve this draft as it is, and why."""
     config, lines = draft.config, []
-    last = config.num_target_layers - 1
+    # A draft read from a folder of another tool may not know how many layers its target has.
+    last = None if config.num_target_layers is None else config.num_target_layers - 1
     unservable = [i for i in config.target_layer_ids if i in (-1, last)]
     if unservable:
-        lines.append(f"SGLang cannot capture feature layer {unservable[0]}: use layers 0..{last - 1}")
+        use = "layers from 0 on, not the last" if last is None else f"layers 0..{last - 1}"
+        lines.append(f"SGLang cannot capture feature layer {unservable[0]}: use {use}")
     if config.markov_rank == 0:
         lines.append("SGLang cannot serve a DSpark draft with markov_rank 0")
     elif config.markov_head_type != "vanilla":

@@ -79,7 +79,7 @@ class DSparkModule(LightningModule):
         warmup_ratio: share of the steps with a rising learning rate.
         min_lr_ratio: fraction of the peak learning rate at the end of the cosine.
         seed: of the draft's initial weights and of the anchors.
-        draft_init: folder of an exported draft to start from.
+        draft_init: folder of a draft to start from, in any layout that `load_pretrained_draft` takes.
         attention: auto, dense, split or flex: how block attention is computed; auto takes the fastest for the device.
         activation_checkpointing: whether the draft's layers are run again in the backward pass instead of being kept.
         torch_compile: whether the draft's layers are compiled.

@@ -1,99 +1,98 @@
 """Drafts from folders: a whole one, or weights to start from."""
 
-import json
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
+from dspark_lightning.layouts.files import CONFIG, WEIGHTS
+from dspark_lightning.layouts.saved import open_saved_draft
 
-DRAFT_FILES = _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+DRAFT_FILES = WEIGHTS, CONFIG
 _FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
+_HEADS = {"markov_head": "markov_rank", "confidence_head": "enable_confidence_head"}
+"""The field of the config that is zero or false where a draft has no such head."""
+_UNUSABLE = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
+"""What transformers and torch raise over a config with values that make no model."""
 
 
 def load_pretrained_draft(path: str | Path) -> DSparkDraft:
-    """Load an exported draft, in the dtype it is stored in.
+    """Load a draft, in the dtype it is stored in.
 
     Args:
-        path: folder with model.safetensors and config.json.
+        path: folder that `export_draft` wrote, or one of DeepSpec, NeMo Automodel, speculators or DFlash (without
+            heads). Weights are safetensors, in one file or in several with an index.
 
     Raises:
         ValueError: the folder, its config or its weights cannot be read or do not fit together.
     """
-    config = _read_config(Path(path))
-    draft = build_draft_from_config(config)
-    state = _read_weights(Path(path))
-    load_strict(draft, state, Path(path))
-    for name, tensor in state.items():
-        if not tensor.isfinite().all():
-            raise ValueError(f"{name!r} of the draft in {str(path)!r} holds NaN or infinite values")
+    saved = open_saved_draft(Path(path))
+    draft = build_draft_from_config(saved.config)
+    state = saved.weights()
+    load_strict(draft, state, saved.path)
     cast(nn.Module, draft).to(state["fc.weight"].dtype).eval()
     return draft
 
 
-def load_draft_weights(draft: DSparkDraft, path: str | Path) -> None:
-    """Start a draft from an exported folder's weights; embedding and head stay those of the target.
+def load_draft_weights(draft: DSparkDraft, path: str | Path) -> list[str]:
+    """Start a draft from a saved one's weights; embedding and head stay those of the target.
+
+    Args:
+        draft: it keeps its fresh weights for those of its heads that the saved one was trained without.
+        path: folder as for `load_pretrained_draft`.
+
+    Returns:
+        the names of the heads that start fresh.
 
     Raises:
-        ValueError: the folder cannot be read, or holds a draft of another family, for other features, or with other
-            heads; names the field and both values.
+        ValueError: the folder cannot be read, or holds a draft of another family, for other features, for another
+            vocabulary, or with other heads; names the field and both values.
     """
-    saved, own_config = _read_config(Path(path)), draft.config.to_dict()
-    for field in ("architectures", "target_layer_ids", "num_hidden_layers", "markov_rank", "markov_head_type"):
-        if saved.get(field) != own_config[field]:
+    saved, own_config = open_saved_draft(Path(path)), draft.config.to_dict()
+    fresh = [head for head, switch in _HEADS.items() if own_config[switch] and not saved.config[switch]]
+    for field in _fields_to_match(own_config, fresh):
+        if saved.config[field] != own_config[field]:
             raise ValueError(
-                f"draft_init {str(path)!r} has {field} {saved.get(field)!r}, this draft has {own_config[field]!r}: "
+                f"draft_init {str(path)!r} has {field} {saved.config[field]!r}, this draft has {own_config[field]!r}: "
                 "start from a draft of the same kind"
             )
-    state = _read_weights(Path(path))
-    own = {name: tensor for name, tensor in draft.state_dict().items() if name in _FROM_TARGET}
-    load_strict(draft, state | own, Path(path))
+    own = {n: tensor for n, tensor in draft.state_dict().items() if n in _FROM_TARGET or n.partition(".")[0] in fresh}
+    load_strict(draft, saved.weights() | own, saved.path)
+    return fresh
+
+
+def _fields_to_match(own_config: dict[str, Any], fresh: list[str]) -> list[str]:
+    """What a saved draft must have in common with the one that starts from it."""
+    fields = ["architectures", "target_layer_ids", "num_hidden_layers", "vocab_size"]
+    if "markov_head" not in fresh:
+        fields += ["markov_rank", "markov_head_type"]
+    if "confidence_head" not in fresh:
+        fields += ["enable_confidence_head"]
+        fields += ["confidence_head_with_markov"] if own_config["enable_confidence_head"] else []
+    return fields
 
 
 def build_draft_from_config(config: dict[str, Any]) -> DSparkDraft:
     """Build the draft that a config.json (as a dict) describes, with fresh weights.
 
     Raises:
-        ValueError: no registered draft has the config's architecture.
+        ValueError: no registered draft has the config's architecture, or its values make no draft.
     """
     model_class = resolve_draft_class(config.get("architectures"))
-    given = {"confidence_head_with_markov": False, **config}
     # The older pair says what rope_parameters says again; without a theta the draft has no RoPE at all.
-    if given.get("rope_parameters") or given.get("rope_theta") is None:
-        given = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_scaling")}
+    if config.get("rope_parameters") or config.get("rope_theta") is None:
+        config = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
     try:
-        return model_class(model_class.config_class.from_dict(given))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        return model_class(model_class.config_class.from_dict(config))
+    except _UNUSABLE as error:
+        reason = " ".join(str(error).split())
         raise ValueError(f"the config of a {model_class.__name__} cannot be used: {reason}") from error
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not (path / _CONFIG).is_file():
-        hint = ""
-        if path.is_file():
-            hint = " (a checkpoint? write its draft with dspark export)"
-        elif (path / "dspark-draft" / _CONFIG).is_file():
-            hint = f" (there is one in {str(path / 'dspark-draft')!r})"
-        raise ValueError(f"{str(path)!r} is no folder with an exported draft: it has no {_CONFIG}{hint}")
-    try:
-        config: dict[str, Any] = json.loads((path / _CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {str(path / _CONFIG)!r}: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{str(path / _CONFIG)!r} must hold an object of config fields, got a {type(config).__name__}")
-    return config
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path / _WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {str(path / _WEIGHTS)!r}: {error}") from error
 
 
 def load_strict(draft: DSparkDraft, state: dict[str, Tensor], path: Path) -> None:

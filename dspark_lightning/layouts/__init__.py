@@ -1,0 +1,1 @@
+"""Folders with drafts, in every published layout: one file per layout, and one that tells them apart."""

@@ -17,7 +17,7 @@ OLDEST = 5.17.0
 OLDEST_VENV = $(VENV)-transformers-$(OLDEST)
 LOOSENED = transformers|huggingface_hub|hf-xet|tokenizers|httpx2|httpcore2|typer
 
-.PHONY: demo test test-all test-cuda test-oldest lint types format
+.PHONY: demo test test-all test-cuda test-oldest lint types format docs
 .DEFAULT_GOAL = demo
 
 demo: $(STAMP)
@@ -47,12 +47,17 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
+# Pages and API into site/; a dead link or a docstring that names what is not there ends it.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "Open site/index.html"
+
 # A changed dependency list installs again; the stamp is written only when all went well.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), a few minutes the first time ..."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) \
 		|| { echo "This needs Python 3.11 or newer with venv. Name yours: make PYTHON=/path/to/python" >&2; exit 1; }
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,gguf,regenerate]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs,gguf,regenerate]'
 	@touch $(STAMP)
 
 $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
@@ -60,5 +65,5 @@ $(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(OLDEST_VENV)
 	@grep -v -E '^($(LOOSENED))==' constraints.txt > $(OLDEST_VENV)/constraints.txt
 	@$(OLDEST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c $(OLDEST_VENV)/constraints.txt \
-		transformers==$(OLDEST) -e '.[dev,gguf,regenerate]'
+		transformers==$(OLDEST) -e '.[dev,docs,gguf,regenerate]'
 	@touch $@

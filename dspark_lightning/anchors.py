@@ -19,12 +19,17 @@ def row_generator(seed: int, epoch: int, row_id: int) -> torch.Generator:
 
 def build_anchor_candidate_mask(
     seq_len: int,
-    loss_mask: Tensor,  # [B, S]
-    doc_remaining: Tensor | None = None,  # [B, S]
+    loss_mask: Tensor,
+    doc_remaining: Tensor | None = None,
 ) -> Tensor:
     """Mark the positions a block may start from.
 
     Position i qualifies when i and i + 1 are both supervised, and i + 1 belongs to the same document.
+
+    Args:
+        seq_len: S.
+        loss_mask: supervised positions, [B, S].
+        doc_remaining: tokens left in the document, [B, S], for packed rows.
 
     Returns:
         bool [B, S-1].
@@ -38,10 +43,10 @@ def build_anchor_candidate_mask(
 
 def sample_anchor_positions(
     seq_len: int,
-    loss_mask: Tensor,  # [B, S]
+    loss_mask: Tensor,
     num_anchors: int,
     device: torch.device | str,
-    doc_remaining: Tensor | None = None,  # [B, S]
+    doc_remaining: Tensor | None = None,
     generators: Sequence[torch.Generator] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw up to `num_anchors` candidates per row, uniformly and without replacement.
@@ -50,10 +55,10 @@ def sample_anchor_positions(
 
     Args:
         seq_len: S.
-        loss_mask: supervised positions.
+        loss_mask: supervised positions, [B, S].
         num_anchors: N.
         device: where the result goes.
-        doc_remaining: tokens left in the document, for packed rows.
+        doc_remaining: tokens left in the document, [B, S], for packed rows.
         generators: one CPU generator per row; None draws from torch's global CPU generator.
 
     Returns:
@@ -91,17 +96,26 @@ def block_label_indices(anchor_positions: Tensor, block_size: int, seq_len: int)
 
 def build_eval_mask(
     seq_len: int,
-    loss_mask: Tensor,  # [B, S]
-    label_indices: Tensor,  # [B, N, K]
-    safe_label_indices: Tensor,  # [B, N, K]
-    block_keep_mask: Tensor,  # [B, N]
-    doc_remaining: Tensor | None = None,  # [B, S]
-    anchor_positions: Tensor | None = None,  # [B, N], needed with doc_remaining
+    loss_mask: Tensor,
+    label_indices: Tensor,
+    safe_label_indices: Tensor,
+    block_keep_mask: Tensor,
+    doc_remaining: Tensor | None = None,
+    anchor_positions: Tensor | None = None,
 ) -> Tensor:
     """Mark the slots that count: a contiguous supervised prefix of every kept block.
 
     A slot counts while its label lies inside the sequence and inside the anchor's document, and the labels of
     all slots up to it are supervised.
+
+    Args:
+        seq_len: S.
+        loss_mask: supervised positions, [B, S].
+        label_indices: of each slot's label, [B, N, K]; may run past the sequence.
+        safe_label_indices: the same clamped into it.
+        block_keep_mask: blocks that stand for a real anchor, [B, N].
+        doc_remaining: tokens left in the document, [B, S], for packed rows.
+        anchor_positions: [B, N]; needed with doc_remaining.
 
     Returns:
         bool [B, N, K].
@@ -137,13 +151,21 @@ def context_doc_ids(seq_lens: Tensor, seq_len: int, device: torch.device | str) 
 
 def create_noise_embed(
     embed_tokens: nn.Module,
-    input_ids: Tensor,  # [B, S]
-    anchor_positions: Tensor,  # [B, N]
-    block_keep_mask: Tensor,  # [B, N]
+    input_ids: Tensor,
+    anchor_positions: Tensor,
+    block_keep_mask: Tensor,
     mask_token_id: int,
     block_size: int,
 ) -> Tensor:
     """Embed the block input: the anchor token in slot 0, the mask token elsewhere and in all of a dummy block.
+
+    Args:
+        embed_tokens: the embedding, V to H.
+        input_ids: [B, S].
+        anchor_positions: [B, N].
+        block_keep_mask: blocks that stand for a real anchor, [B, N].
+        mask_token_id: token of the slots to predict.
+        block_size: K.
 
     Returns:
         [B, N*K, H].
@@ -157,11 +179,16 @@ def create_noise_embed(
 
 
 def create_position_ids(
-    anchor_positions: Tensor,  # [B, N]
+    anchor_positions: Tensor,
     block_size: int,
-    context_position_ids: Tensor | None = None,  # [B, S]
+    context_position_ids: Tensor | None = None,
 ) -> Tensor:
     """RoPE positions of the block tokens: the anchor's position (inside its document when packed) plus the slot.
+
+    Args:
+        anchor_positions: [B, N].
+        block_size: K.
+        context_position_ids: positions of the row's tokens, [B, S]; None counts from 0.
 
     Returns:
         int64 [B, N*K].

@@ -13,7 +13,7 @@ from dspark_lightning.module import DSparkModule
 
 
 class Qwen3DSpark(DSparkModule):
-    """`DSparkModule` bound to the Qwen3 draft: Qwen3 (dense, MoE), Qwen2, Llama and Mistral targets."""
+    """`DSparkModule` bound to the Qwen3 draft: Qwen3 (dense, MoE), Qwen2, Llama, Mistral and Qwen-VL targets."""
 
     spec = QWEN3
 

@@ -61,11 +61,17 @@ class MarkovHead(nn.Module, ABC):
 
 
 class VanillaMarkov(MarkovHead):
-    """z = W1[prev]."""
+    """z = W1[prev].
+
+    Args:
+        vocab_size: V.
+        rank: r.
+        hidden_size: H, which this head does not read; the heads share one signature.
+    """
 
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__(vocab_size, rank)
-        del hidden_size  # the heads share one signature; this one reads the previous token only
+        del hidden_size
 
     def step(self, prev_ids: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `MarkovHead.step`."""
@@ -74,7 +80,13 @@ class VanillaMarkov(MarkovHead):
 
 
 class GatedMarkovHead(MarkovHead):
-    """z = sigmoid(gate_proj([h; W1[prev]])) * W1[prev]."""
+    """z = sigmoid(gate_proj([h; W1[prev]])) * W1[prev].
+
+    Args:
+        vocab_size: V.
+        rank: r.
+        hidden_size: H.
+    """
 
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__(vocab_size, rank)
@@ -87,7 +99,13 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RNNHead(MarkovHead):
-    """A gated recurrence over the block: s' = sig(g) s + (1 - sig(g)) tanh(c), z = tanh(o), s = 0 at the anchor."""
+    """A gated recurrence over the block: s' = sig(g) s + (1 - sig(g)) tanh(c), z = tanh(o), s = 0 at the anchor.
+
+    Args:
+        vocab_size: V.
+        rank: r.
+        hidden_size: H.
+    """
 
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__(vocab_size, rank)
@@ -144,7 +162,11 @@ def build_markov_head(config: Any) -> MarkovHead | None:
 
 
 class AcceptRatePredictor(nn.Module):
-    """Confidence head: one fp32 logit per slot of "the target will accept this token" (paper section 3.3)."""
+    """Confidence head: one fp32 logit per slot of "the target will accept this token" (paper section 3.3).
+
+    Args:
+        input_dim: numbers it reads of a slot: H, or H + r where it also reads the previous token.
+    """
 
     def __init__(self, input_dim: int) -> None:
         super().__init__()

@@ -17,15 +17,24 @@ class DSparkForwardOutput(NamedTuple):
     """Logits, labels and masks of one training forward pass.
 
     Slots of dropped blocks (`block_keep_mask` off) and slots with `eval_mask` off hold free values: read neither.
+
+    Attributes:
+        draft_logits: [B, N, K, V], Markov bias included.
+        target_ids: int64 [B, N, K], the label of every slot.
+        eval_mask: bool [B, N, K], slots that count.
+        block_keep_mask: bool [B, N], blocks that stand for a real anchor.
+        confidence_pred: fp32 [B, N, K], logit of "this slot's token will be accepted"; None without a confidence head.
+        aligned_target_logits: [B, N, K, V], the teacher's logits of the same slots; None without a teacher.
+        block_weights: fp32 [B, N], factor of the block's slots in the loss; None for 1.
     """
 
-    draft_logits: Tensor  # [B, N, K, V], Markov bias included
-    target_ids: Tensor  # [B, N, K] int64, the label of every slot
-    eval_mask: Tensor  # [B, N, K] bool, slots that count
-    block_keep_mask: Tensor  # [B, N] bool, blocks that stand for a real anchor
-    confidence_pred: Tensor | None  # [B, N, K] fp32 logit of "this slot's token will be accepted"
-    aligned_target_logits: Tensor | None  # [B, N, K, V], the teacher's logits of the same slots
-    block_weights: Tensor | None = None  # [B, N] fp32, factor of the block's slots in the loss; None for 1
+    draft_logits: Tensor
+    target_ids: Tensor
+    eval_mask: Tensor
+    block_keep_mask: Tensor
+    confidence_pred: Tensor | None
+    aligned_target_logits: Tensor | None
+    block_weights: Tensor | None = None
 
 
 class DSparkHiddenOutput(NamedTuple):

@@ -20,6 +20,9 @@ def pin_rope_inv_freq_fp32(rotary_emb: nn.Module | None) -> None:
 
     Nothing happens for None or when they are fp32 already (`repair_rope` looks at the values too).
 
+    Args:
+        rotary_emb: a rotary module of transformers, with its config; or None.
+
     Raises:
         ValueError: the module holds no config to rebuild the values from.
     """

@@ -67,7 +67,14 @@ def build_target_layer_ids(num_target_layers: int, num_feature_layers: int) -> l
 
 
 def validate_target_layer_ids(layer_ids: Sequence[int], num_target_layers: int) -> list[int]:
-    """Check feature layer ids: not empty, strictly increasing, in {-1} and [0, L-1]. Returns them as a list.
+    """Check feature layer ids: not empty, strictly increasing, in {-1} and [0, L-1].
+
+    Args:
+        layer_ids: 0-based decoder layers; -1 is the embedding.
+        num_target_layers: L.
+
+    Returns:
+        the ids as a list.
 
     Raises:
         ValueError: names the ids and what is wrong with them.
@@ -103,15 +110,25 @@ def _merge_streams(hidden: Tensor) -> Tensor:
 
 @dataclass
 class DSparkTargetBatch:
-    """What the draft reads of the target, beside the batch it came from."""
+    """What the draft reads of the target, beside the batch it came from.
 
-    target_hidden_states: Tensor  # [B, S, F*H]
-    target_last_hidden_states: Tensor  # [B, S, H], after the final norm
-    input_ids: Tensor  # [B, S]
-    loss_mask: Tensor  # [B, S]
-    position_ids: Tensor | None = None  # [B, S], inside the document when packed
-    seq_lens: Tensor | None = None  # [B, M]
-    doc_remaining: Tensor | None = None  # [B, S]
+    Attributes:
+        target_hidden_states: the feature layers side by side, [B, S, F*H].
+        target_last_hidden_states: [B, S, H], after the final norm.
+        input_ids: [B, S].
+        loss_mask: [B, S].
+        position_ids: [B, S], inside the document when packed.
+        seq_lens: lengths of the documents of packed rows, [B, M].
+        doc_remaining: tokens left in the document of packed rows, [B, S].
+    """
+
+    target_hidden_states: Tensor
+    target_last_hidden_states: Tensor
+    input_ids: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor | None = None
+    seq_lens: Tensor | None = None
+    doc_remaining: Tensor | None = None
 
 
 class HFDSparkTargetModel:

@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for folder in FOLDERS.values():
         shutil.copytree(ROOT / folder, copy / folder, ignore=CACHES)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, copy)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -73,7 +74,7 @@ def test_wheel_has_one_top_level_package(wheel_names: set[str]) -> None:
 def test_sdist_holds_the_moved_folders(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    assert {"LICENSE", "pyproject.toml", *(f"{folder}/__init__.py" for folder in MOVED)} <= names
+    assert {"LICENSE", "NOTICE", "pyproject.toml", *(f"{folder}/__init__.py" for folder in MOVED)} <= names
 
 
 def test_every_package_folder_is_listed() -> None:
@@ -88,6 +89,18 @@ def test_constraints_pin_every_dependency_inside_its_range() -> None:
     for text in [*SETTINGS["project"]["dependencies"], *(text for extra in extras for text in extra)]:
         requirement = Requirement(text)
         assert pins[requirement.name.lower()] in requirement.specifier, text
+
+
+def test_hooks_run_the_commands_of_the_makefile() -> None:
+    (source,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    makefile = (ROOT / "Makefile").read_text()
+    recipes = re.findall(r"^(?:lint|types): \$\(STAMP\)\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    commands = [
+        line.removeprefix("\t@").replace("$(BIN)", ".venv/bin") for each in recipes for line in each.splitlines()
+    ]
+    assert source["repo"] == "local"
+    assert [hook["entry"] for hook in source["hooks"]] == commands and len(commands) == 3
+    assert all(hook["language"] == "system" and not hook["pass_filenames"] for hook in source["hooks"])
 
 
 def test_typecheck_reads_the_moved_folders(tmp_path: Path) -> None:
@@ -132,7 +145,16 @@ def test_source_files_stay_short() -> None:
 
 
 def test_nothing_names_a_folder_of_the_developers() -> None:
-    tops = [ROOT / name for name in ("README.md", "Makefile", "pyproject.toml", ".ci/run", "constraints.txt")]
+    names = (
+        "Makefile",
+        "NOTICE",
+        "pyproject.toml",
+        "constraints.txt",
+        "mkdocs.yml",
+        ".ci/run",
+        ".pre-commit-config.yaml",
+    )
+    tops = [*(ROOT / name for name in names), *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for path in [*tops, *source_files(".py", ".yaml", ".json", ".jinja", ".md")]:
         assert not re.search(r"/wo[r]k/|\.\./share[d]", path.read_text()), path
 

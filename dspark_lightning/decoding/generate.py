@@ -17,10 +17,15 @@ from dspark_lightning.target import HFDSparkTargetModel
 
 
 class SpeculativeOutput(NamedTuple):
-    """What was generated, and how."""
+    """What was generated, and how.
 
-    sequences: Tensor  # int64 [B, S + L], the prompt as it was given, then the new tokens, padded with the pad token
-    accepted_lengths: list[list[int]]  # of each row, drafted tokens that each round accepted, none behind a stop token
+    Attributes:
+        sequences: int64 [B, S + L], the prompt as it was given, then the new tokens, padded with the pad token.
+        accepted_lengths: of each row, drafted tokens that each round accepted, none behind a stop token.
+    """
+
+    sequences: Tensor
+    accepted_lengths: list[list[int]]
 
 
 @torch.no_grad()

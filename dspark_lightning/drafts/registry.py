@@ -21,6 +21,9 @@ DSPARK_DRAFT_REGISTRY: dict[str, DraftSpec] = {}
 def register_draft_family(spec: DraftSpec) -> None:
     """Make a family known: its targets are then served everywhere, and its exported drafts can be loaded.
 
+    Args:
+        spec: the family.
+
     Raises:
         ValueError: another family already serves one of its targets.
     """
@@ -37,7 +40,10 @@ for family in (QWEN3, GEMMA4, DEEPSEEK_V4, GLM_5_2, KIMI_K3, MINIMAX_M3):
 
 
 def resolve_dspark_draft_spec(architectures: Sequence[str] | None) -> DraftSpec:
-    """Find the draft for a target's `architectures` (or model types).
+    """Find the draft for a target.
+
+    Args:
+        architectures: of the target's config, or model types; the first that is registered decides.
 
     Raises:
         ValueError: none is registered; the line lists those that are.

@@ -11,12 +11,16 @@ from dspark_lightning.drafts.base import DSparkDraft
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """One family."""
+    """One family.
+
+    Attributes:
+        model_class: the draft.
+        build_config: from the target's config and the model arguments (see `DraftArgs`) to the draft's config.
+        architectures: class names of the targets served.
+        model_types: `model_type` of the targets served; looked at when the architecture is unknown.
+    """
 
     model_class: type[DSparkDraft]
     build_config: Callable[[PretrainedConfig, Any], PretrainedConfig]
-    """From the target's config and the model arguments (see `DraftArgs`) to the draft's config."""
     architectures: tuple[str, ...]
-    """Class names of the targets served."""
     model_types: tuple[str, ...]
-    """`model_type` of the targets served; looked at when the architecture is unknown."""

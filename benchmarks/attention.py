@@ -20,7 +20,7 @@ from benchmarks.measure import Run, alternate, peak_memory, ratio
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import block_visibility, build_attention
 from dspark_lightning.blocks import Blocks, list_blocks
-from dspark_lightning.tools.machine import describe_machine
+from dspark_lightning.machine import describe_machine
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dspark_lightning.datamodules import CachedFeatureDataModule, ChatDataModule
 from dspark_lightning.features.cache import FeatureCache
 from dspark_lightning.features.writer import FeatureWriter
 from dspark_lightning.loading import load_target
-from dspark_lightning.tools.machine import describe_machine
+from dspark_lightning.machine import describe_machine
 
 BATCH, TOKENS = 2, 256
 """Rows of a batch, and tokens of each: all supervised but the first."""

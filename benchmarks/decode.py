@@ -16,9 +16,9 @@ from benchmarks.rounds import READ_BYTES, LeanStep, PlainStep, RoundParts, Whole
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
 from dspark_lightning.loading import load_target
+from dspark_lightning.machine import describe_machine
 from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.target import HFDSparkTargetModel, build_target_layer_ids
-from dspark_lightning.tools.machine import describe_machine
 
 HEADS: dict[str, dict[str, Any]] = {
     "none": {"markov_rank": 0},

@@ -17,7 +17,7 @@ from dspark_lightning import DSparkModule
 from dspark_lightning.datamodules import ChatDataModule
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.loss import compute_dspark_loss
-from dspark_lightning.tools.machine import describe_machine
+from dspark_lightning.machine import describe_machine
 
 HEADER = ("rows", "batches", "filled", "anchors a row", "anchors", "slots", "s", "tokens/s", "slots/s", "per unpacked")
 LOSS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from benchmarks.measure import Run, alternate, peak_memory, ratio
 from benchmarks.passes import Bench, Part, Setup, build_pass, check_equal
 from benchmarks.rows import load_rows
 from benchmarks.sizes import SIZES
-from dspark_lightning.tools.machine import describe_machine
+from dspark_lightning.machine import describe_machine
 
 HEADER = (
     "size",

@@ -11,8 +11,8 @@ import torch
 from benchmarks import report
 from benchmarks.measure import alternate, ratio
 from dspark_lightning.loading import load_target
+from dspark_lightning.machine import describe_machine
 from dspark_lightning.target import HFDSparkTargetModel, build_target_layer_ids
-from dspark_lightning.tools.machine import describe_machine
 
 SHAPE = (4, 256)
 """Rows and tokens of the batch."""

@@ -11,14 +11,22 @@ import shutil
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from dspark_lightning.drafts.base import DSparkDraft
-from dspark_lightning.export import export_draft, serve_command
+from dspark_lightning.export import export_draft
+from dspark_lightning.serving.decode_check import PROMPTS, keep_decoded
+from dspark_lightning.serving.engines import serve_command
+from dspark_lightning.serving.record import ExportRecord, Validation
+from dspark_lightning.serving.run_record import held_out_prompts, keep_record, last_validation, run_record
 from dspark_lightning.sharding import full_state_dict, is_sharded
+from dspark_lightning.target import HFDSparkTargetModel
+
+_FINAL = "dspark-draft"
 
 
 class DraftExport(Callback):
@@ -29,6 +37,10 @@ class DraftExport(Callback):
     fit ends before any checkpoint, and when it is interrupted by Ctrl-C; a second fit replaces it. With fast_dev_run
     nothing is written, as for checkpoints.
 
+    Beside the weights lie a model card and `dspark.json`, with the last validation and the first prompts of its rows.
+    Every folder is checked before it takes its place. At the end of a fit the target, where it is loaded whole, decodes
+    the prompts with the draft as the folder has it; `dspark check` compares what it gets with what came out then.
+
     Args:
         dirpath: parent of the folders; None takes the trainer's log_dir.
     """
@@ -36,6 +48,8 @@ class DraftExport(Callback):
     def __init__(self, dirpath: str | None = None) -> None:
         self.dirpath = dirpath
         self._parent = Path()
+        self._validation: Validation | None = None
+        self._prompts: list[list[int]] = []
         self._checkpoints: dict[Path, set[Path]] = {}  # what ModelCheckpoint saved at the step of each folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -43,7 +57,7 @@ class DraftExport(Callback):
         del pl_module
         if stage == "fit":
             self._parent = Path(self.dirpath or trainer.log_dir or trainer.default_root_dir)
-            self._checkpoints = {}
+            self._checkpoints, self._validation, self._prompts = {}, None, []
             if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 try:  # now, not after hours of training
                     self._parent.mkdir(parents=True, exist_ok=True)
@@ -51,9 +65,25 @@ class DraftExport(Callback):
                     reason = error.strerror or error
                     raise ValueError(f"DraftExport cannot write to {str(self._parent)!r}: {reason}") from error
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the first prompts of the held-out rows."""
+        del batch_idx, dataloader_idx
+        if trainer.is_global_zero and len(self._prompts) < PROMPTS:
+            target = _target(pl_module)
+            media = frozenset() if target is None else target.media_arguments
+            self._prompts = [*self._prompts, *held_out_prompts(batch, media)][:PROMPTS]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep what was measured."""
+        del pl_module
+        if not trainer.sanity_checking:
+            self._validation = last_validation(trainer)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Export what is about to be saved, once per step however many checkpoints it has."""
-        del checkpoint
+        keep_record(self._record(trainer, pl_module), checkpoint)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         folder = self._parent / f"dspark-step={trainer.global_step}"
@@ -69,6 +99,8 @@ class DraftExport(Callback):
             if trainer.is_global_zero:
                 self._delete_stale()
             self._export_final(trainer, pl_module)
+            if trainer.is_global_zero:
+                self._decode(trainer, pl_module, self._parent / _FINAL)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Ctrl-C ends a fit too, except that ranks which hold parts of the draft no longer wait for each other."""
@@ -81,7 +113,7 @@ class DraftExport(Callback):
                 rank_zero_info(f"No draft is exported{way}")
 
     def _export_final(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        path = self._export(trainer, pl_module, self._parent / "dspark-draft")
+        path = self._export(trainer, pl_module, self._parent / _FINAL)
         hp = pl_module.hparams
         rank_zero_info(f"Next: {serve_command(path, hp['target'], hp['block_size'])}")
 
@@ -89,9 +121,26 @@ class DraftExport(Callback):
         draft = cast(DSparkDraft, pl_module.draft)
         weights = full_state_dict(draft)  # with the help of all ranks
         if trainer.is_global_zero:
-            export_draft(draft, folder, weights)
+            export_draft(draft, folder, weights, record=self._record(trainer, pl_module))
             rank_zero_info(f"Draft exported to {folder}")
         return folder
+
+    def _record(self, trainer: Trainer, pl_module: LightningModule) -> ExportRecord:
+        return run_record(trainer, pl_module, self._validation, self._prompts)
+
+    def _decode(self, trainer: Trainer, pl_module: LightningModule, folder: Path) -> None:
+        """Decode with the folder, on this rank alone; what takes other ranks or other devices too is left out."""
+        target = _target(pl_module)
+        missing = _not_decodable(pl_module, target, self._prompts)
+        if target is None or missing:
+            rank_zero_info(
+                f"{folder} keeps no decoding to compare with, since {missing}: dspark export --target adds it"
+            )
+            return
+        try:
+            keep_decoded(target.model, folder, self._record(trainer, pl_module))
+        except (ValueError, torch.OutOfMemoryError) as error:  # the draft is there, and that is what matters
+            rank_zero_warn(f"{folder} keeps no decoding to compare with: {str(error).splitlines()[0]}")
 
     def _delete_stale(self) -> None:
         """Delete the folders of steps whose checkpoints are known, and gone."""
@@ -99,6 +148,24 @@ class DraftExport(Callback):
             if checkpoints and not any(path.exists() for path in checkpoints):
                 shutil.rmtree(folder, ignore_errors=True)
                 del self._checkpoints[folder]
+
+
+def _target(pl_module: LightningModule) -> HFDSparkTargetModel | None:
+    """The target of the run; None where the features come from a cache, or from a module of another kind."""
+    return cast(HFDSparkTargetModel | None, getattr(pl_module, "target", None))
+
+
+def _not_decodable(
+    pl_module: LightningModule, target: HFDSparkTargetModel | None, prompts: list[list[int]]
+) -> str | None:
+    """Why the draft is not decoded with; None where it can be."""
+    if target is None:
+        return "this run does not load the target"
+    if is_sharded(target.model):
+        return "the target is split over the ranks"
+    if pl_module.hparams.get("device_map") is not None:
+        return "the target is spread over devices"
+    return None if prompts else "no held-out row begins with a prompt"
 
 
 def _last_saved(trainer: Trainer) -> Path | None:

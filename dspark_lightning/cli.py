@@ -1,12 +1,10 @@
 """The `dspark` command: LightningCLI for training, and the tools beside it."""
 
 import os
-import shlex
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jsonargparse
@@ -20,13 +18,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 import dspark_lightning.callbacks
 import dspark_lightning.datamodules  # noqa: F401
 from dspark_lightning import __version__
-from dspark_lightning.checkpoint_draft import load_checkpoint_draft
 from dspark_lightning.checkpoints import check_checkpoint
-from dspark_lightning.export import check_export_path, export_draft, serve_command
-from dspark_lightning.layouts.written import ExportLayout
 from dspark_lightning.module import DSparkModule
 from dspark_lightning.tools.calibrate import calibrate
+from dspark_lightning.tools.check import check
 from dspark_lightning.tools.evaluate import evaluate
+from dspark_lightning.tools.export import export
 from dspark_lightning.tools.inspect_data import inspect_data, parse_shown
 from dspark_lightning.tools.precompute import parse_filling, precompute
 from dspark_lightning.tools.regenerate import regenerate
@@ -127,28 +124,10 @@ def summary(trainer: Trainer, log_dir: str | None) -> str:
     return "\n".join(lines)
 
 
-def export(ckpt_path: Path, output: Path, format: ExportLayout = "dspark") -> None:
-    """Write the draft of a training checkpoint as a folder that serving engines or other trainers load.
-
-    Args:
-        ckpt_path: checkpoint of a `DSparkModule`, a file or a sharded folder.
-        output: folder to write; its name must contain "dspark" and not "dflash".
-        format: dspark for serving engines, deepspec for DeepSpec and NeMo Automodel, or speculators (drafts with a
-            Qwen3 backbone; the target's config is read).
-    """
-    check_export_path(output)
-    draft, target = load_checkpoint_draft(ckpt_path)
-    path = export_draft(draft, output, layout=format, target=target)
-    print(f"Draft exported to {path}")
-    if format == "dspark":
-        print(f"Next: {serve_command(path, target, draft.block_size)}")
-    else:
-        print(f"Next: train on from it with --model.init_args.draft_init {shlex.quote(str(path))}")
-
-
 TOOLS: dict[str, Callable[..., None]] = {
     "regenerate": regenerate,
     "export": export,
+    "check": check,
     "evaluate": evaluate,
     "calibrate": calibrate,
     "schedule": schedule,

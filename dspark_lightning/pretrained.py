@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
-from dspark_lightning.layouts.files import CONFIG, WEIGHTS
 from dspark_lightning.layouts.saved import open_saved_draft
 
-DRAFT_FILES = WEIGHTS, CONFIG
 _FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
 _HEADS = {"markov_head": "markov_rank", "confidence_head": "enable_confidence_head"}
 """The field of the config that is zero or false where a draft has no such head."""

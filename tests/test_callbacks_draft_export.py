@@ -12,6 +12,7 @@ from torch import nn
 
 import dspark_lightning.callbacks.draft_export as draft_export
 from dspark_lightning.callbacks import DraftExport
+from dspark_lightning.serving.record import ExportRecord
 from fakes import FakeDSpark, fake_loader, tiny_trainer
 
 
@@ -20,8 +21,8 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the exporter by one that writes the draft's weights alone; lists the folders it wrote."""
     written: list[str] = []
 
-    def write(draft: nn.Module, path: Path, weights: dict[str, torch.Tensor]) -> Path:
-        del draft
+    def write(draft: nn.Module, path: Path, weights: dict[str, torch.Tensor], record: ExportRecord) -> Path:
+        del draft, record
         path.mkdir(parents=True, exist_ok=True)
         torch.save(weights, path / "weights.pt")
         written.append(path.name)

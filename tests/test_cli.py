@@ -232,8 +232,8 @@ def test_modules_beside_the_user_are_found(in_tmp: Path, capsys: pytest.CaptureF
 
 def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     error = failure(["evaluat", "--draft", "x"], capsys)
-    known = "fit, validate, test, regenerate, export, evaluate, calibrate, schedule, report, data inspect, precompute"
-    assert error == f"there is no command 'evaluat'; known are {known}"
+    tools = "regenerate, export, check, evaluate, calibrate, schedule, report, data inspect, precompute"
+    assert error == f"there is no command 'evaluat'; known are fit, validate, test, {tools}"
 
 
 def test_a_wrong_trainer_setting_ends_with_one_line(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 import shutil
 import warnings
 from pathlib import Path
@@ -19,13 +18,15 @@ from dspark_lightning import export
 from dspark_lightning.checkpoint_draft import load_checkpoint_draft
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import build_draft_model
-from dspark_lightning.export import check_export_path, engine_warnings, export_draft, serve_command
+from dspark_lightning.export import check_export_path, export_draft
 from dspark_lightning.pretrained import load_draft_weights, load_pretrained_draft
 from dspark_lightning.rope import rope_errors
+from dspark_lightning.serving.engines import engine_limits
 from helpers import seeded, tiny_qwen3, tiny_qwen3_config
 
 ARGS = {"mask_token_id": 96, "num_draft_layers": 2, "block_size": 4, "num_anchors": 3, "markov_rank": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 128}
+FILES = ["README.md", "config.json", "dspark.json", "model.safetensors"]
 VARIANTS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "gated": {"markov_head_type": "gated"},
@@ -82,7 +83,7 @@ def test_the_file_holds_flat_bf16_tensors_with_embedding_and_head(folder: Path) 
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,9 +196,9 @@ def test_config_is_plain_json(folder: Path) -> None:
         ({"confidence_head_with_markov": False, "confidence_head_alpha": 0.0}, []),
     ],
 )
-def test_engine_warnings(changes: dict[str, Any], engines: list[str], tmp_path: Path) -> None:
+def test_engine_limits(changes: dict[str, Any], engines: list[str], tmp_path: Path) -> None:
     draft = make_draft(**changes)
-    lines = engine_warnings(draft)
+    lines = [limit.line for limit in engine_limits(draft.config)]
     assert [line.split()[0] for line in lines] == engines
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -226,7 +227,7 @@ def test_only_the_last_part_of_the_path_is_the_name(tmp_path: Path) -> None:
 
 def test_an_existing_folder_is_replaced_as_a_whole(folder: Path) -> None:
     export_draft(make_draft(seed=1), folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES
     assert torch.equal(load_pretrained_draft(folder).fc.weight, make_draft(seed=1).fc.weight.bfloat16())
     assert list(folder.parent.iterdir()) == [folder]
 
@@ -242,6 +243,16 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with monkeypatch.context() as patch, pytest.raises(ValueError, match="no space left"):
         patch.setattr(export, failing, fail)
+        export_draft(make_draft(seed=1), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_a_folder_that_could_not_be_served_is_not_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    right = export.serving_config
+    monkeypatch.setattr(export, "serving_config", lambda draft: right(draft) | {"sample_from_anchor": False})
+    with pytest.raises(ValueError, match="anchors: sample_from_anchor is False, must be True"):
         export_draft(make_draft(seed=1), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert list(folder.parent.iterdir()) == [folder]
@@ -341,12 +352,6 @@ def test_starting_weights_must_fit(folder: Path) -> None:
     wider = build_draft_model(tiny_qwen3_config(intermediate_size=72), **ARGS)
     with pytest.raises(ValueError, match=r"'layers\.0\.mlp\.down_proj\.weight' has shape .* the draft needs"):
         load_draft_weights(wider, folder)
-
-
-def test_serve_command() -> None:
-    words = shlex.split(serve_command(Path("my runs/x-dspark"), "/models/my target", 7))
-    assert words[:4] == ["vllm", "serve", "/models/my target", "--speculative-config"]
-    assert json.loads(words[4]) == {"model": "my runs/x-dspark", "num_speculative_tokens": 7}
 
 
 def write_checkpoint(path: Path, **changes: Any) -> Path:

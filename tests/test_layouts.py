@@ -12,8 +12,9 @@ from transformers import Gemma4TextConfig
 
 from dspark_lightning import load_pretrained_draft
 from dspark_lightning.evaluation.pair import pair_up
-from dspark_lightning.export import engine_warnings, export_draft
+from dspark_lightning.export import export_draft
 from dspark_lightning.pretrained import load_draft_weights
+from dspark_lightning.serving.engines import engine_limits
 from family_helpers import build_pair, shake
 from helpers import seeded, tiny_qwen3
 from layout_helpers import (
@@ -183,7 +184,9 @@ def test_shards_may_be_links_as_in_a_download_cache(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:the draft's embedding and head are not")
 def test_how_many_layers_the_target_has_may_be_unknown(tmp_path: Path) -> None:
     loaded = load_pretrained_draft(WITH_HEADS["speculators"](tmp_path / "draft"))
-    assert loaded.config.num_target_layers is None and engine_warnings(loaded) == []
+    assert loaded.config.num_target_layers is None and engine_limits(loaded.config) == []
     assert pair_up(tiny_qwen3(), copy.deepcopy(loaded)).target_layer_ids == [1, 3]
     loaded.config.target_layer_ids = [-1, 3]
-    assert engine_warnings(loaded) == ["SGLang cannot capture feature layer -1: use layers from 0 on, not the last"]
+    assert [limit.line for limit in engine_limits(loaded.config)] == [
+        "SGLang cannot capture feature layer -1: use layers from 0 on, not the last"
+    ]

@@ -46,7 +46,7 @@ ARGUMENTS = {
     "build_minimax_m3_draft_config": "target_config model_args",
     "register_draft_family": "spec",
     "load_pretrained_draft": "path",
-    "export_draft": "draft path weights layout target",
+    "export_draft": "draft path weights layout target record",
 }
 METHODS = {
     "HFDSparkTargetModel.generate_batch": "input_ids attention_mask loss_mask position_ids seq_lens doc_remaining "

@@ -5,11 +5,27 @@ from typing import cast
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.offload import input_device
 from dspark_lightning.target import HFDSparkTargetModel
+
+
+def check_sizes(target_config: PretrainedConfig, draft_config: PretrainedConfig) -> None:
+    """Check that a draft is for a target of this size.
+
+    Raises:
+        ValueError: it is not; names the size and both values.
+    """
+    text = target_config.get_text_config()
+    for name, own, theirs in (
+        ("hidden_size", draft_config.hidden_size, text.hidden_size),
+        ("vocab_size", draft_config.vocab_size, text.vocab_size),
+        ("num_target_layers", draft_config.num_target_layers, text.num_hidden_layers),
+    ):
+        if own not in (None, theirs):  # a folder of another tool may not say how many layers
+            raise ValueError(f"the draft was trained for a target with {name} {own}, this target has {theirs}")
 
 
 def pair_up(model: PreTrainedModel, draft: DSparkDraft) -> HFDSparkTargetModel:
@@ -25,14 +41,7 @@ def pair_up(model: PreTrainedModel, draft: DSparkDraft) -> HFDSparkTargetModel:
     Raises:
         ValueError: the draft is for a target of another size.
     """
-    text = model.config.get_text_config()
-    for name, own, theirs in (
-        ("hidden_size", draft.config.hidden_size, text.hidden_size),
-        ("vocab_size", draft.config.vocab_size, text.vocab_size),
-        ("num_target_layers", draft.config.num_target_layers, text.num_hidden_layers),
-    ):
-        if own not in (None, theirs):  # a folder of another tool may not say how many layers
-            raise ValueError(f"the draft was trained for a target with {name} {own}, this target has {theirs}")
+    check_sizes(model.config, draft.config)
     target = HFDSparkTargetModel(model, draft.target_layer_ids)
     module = cast(nn.Module, draft)
     module.to(input_device(model.get_input_embeddings()), model.dtype).eval()

@@ -67,11 +67,11 @@ class SavedDraft:
         return weights
 
 
-def open_saved_draft(path: Path) -> SavedDraft:
-    """Read the config of a draft folder, and leave its weights on disk.
+def read_draft_config(path: Path) -> Config:
+    """Read the config.json of a draft folder, as it stands there.
 
     Raises:
-        ValueError: no such folder, or a config that cannot be read or used.
+        ValueError: it is missing, cannot be read, or holds no object.
     """
     if not (path / CONFIG).is_file():
         hint = ""
@@ -80,7 +80,16 @@ def open_saved_draft(path: Path) -> SavedDraft:
         elif (path / "dspark-draft" / CONFIG).is_file():
             hint = f" (there is one in {str(path / 'dspark-draft')!r})"
         raise ValueError(f"{str(path)!r} is no folder with an exported draft: it has no {CONFIG}{hint}")
-    config = read_json_object(path / CONFIG)
+    return read_json_object(path / CONFIG)
+
+
+def open_saved_draft(path: Path) -> SavedDraft:
+    """Read the config of a draft folder, and leave its weights on disk.
+
+    Raises:
+        ValueError: no such folder, or a config that cannot be read or used.
+    """
+    config = read_draft_config(path)
     try:
         layout = _layout_of(config)
         own = layout.own_config(config)

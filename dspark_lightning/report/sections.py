@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dspark_lightning.export import serve_command
 from dspark_lightning.report.confidence_charts import confidence_charts
 from dspark_lightning.report.data import CALIBRATION, EVALUATION, SCHEDULE, Run
 from dspark_lightning.report.decoding_charts import acceptance_charts, threshold_charts
@@ -14,6 +13,7 @@ from dspark_lightning.report.headline import DASH, TIMES, Fact, number, value_ra
 from dspark_lightning.report.records import Calibration, Evaluation, Summary
 from dspark_lightning.report.schedule_charts import schedule_charts
 from dspark_lightning.report.training_charts import training_charts
+from dspark_lightning.serving.engines import serve_command
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from dspark_lightning.evaluation.figures import evaluation_figure
 from dspark_lightning.evaluation.pair import pair_up
 from dspark_lightning.evaluation.play import DecodeSettings, Player
 from dspark_lightning.evaluation.tables import print_evaluation
+from dspark_lightning.machine import describe_machine
 from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.replace import check_folder, write_finished, write_text
 from dspark_lightning.tools.command import command_line
-from dspark_lightning.tools.machine import describe_machine
 from dspark_lightning.tools.target import Dtype, launch_processes, load_placed_target, load_renderer
 
 

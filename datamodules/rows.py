@@ -9,12 +9,13 @@ field. Rows of different formats may stand in one file.
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from dspark_lightning.typed_json import parse
 
 Message = dict[str, Any]
 
@@ -197,8 +198,8 @@ def _text(content: object, role: str) -> str:
 def _tools(tools: object) -> list[Any] | None:
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+            tools = parse(tools)
+        except ValueError as error:
             raise BadRow(f"tools is text that is not JSON: {error}", "unusable tools") from error
     if not tools:
         return None

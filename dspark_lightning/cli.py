@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonargparse
 import torch
@@ -29,6 +29,7 @@ from dspark_lightning.tools.precompute import parse_filling, precompute
 from dspark_lightning.tools.regenerate import regenerate
 from dspark_lightning.tools.report import report
 from dspark_lightning.tools.schedule import schedule
+from dspark_lightning.usage import OneLineParser, OneLineTrainingParser, UsageError, explain
 
 
 class DSparkCLI(LightningCLI):
@@ -45,6 +46,28 @@ class DSparkCLI(LightningCLI):
 
         The module compares the two itself and refuses what cannot change.
         """
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer.
+
+        Raises:
+            ValueError: Lightning cannot do with a value of a kind that its annotations allow.
+        """
+        try:
+            trainer: Trainer = super().instantiate_trainer(**kwargs)
+        except TypeError as error:
+            raise ValueError(f"the trainer cannot be built: {error}") from error
+        if trainer.accumulate_grad_batches < 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches must be at least 1, got {trainer.accumulate_grad_batches}"
+            )
+        return trainer
+
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise ValueError(f"seed_everything: {error}") from error
 
     def before_fit(self) -> None:
         """Refuse a checkpoint that cannot be read before anything is loaded."""
@@ -151,32 +174,39 @@ def main(args: ArgsType = None) -> None:
         warnings.filterwarnings("ignore", message=pattern)
     if os.getcwd() not in sys.path:  # where the user's own modules are; behind all others, so that none is shadowed
         sys.path.append(os.getcwd())
-    argv = sys.argv[1:] if args is None else args
+    given = sys.argv[1:] if args is None else args
+    argv = list(given) if isinstance(given, Sequence) else []  # LightningCLI also takes what was parsed already
     try:
-        if isinstance(argv, Sequence) and list(argv[:2]) == ["data", "inspect"]:
-            shown, rest = parse_shown(list(argv[2:]))
-            inspect_data(run_lightning(["fit", *rest], cli=DataCLI).datamodule, shown)
-        elif isinstance(argv, Sequence) and argv and argv[0] in TOOLS:
-            run_tool(argv[0], list(argv[1:]))
-        elif isinstance(argv, Sequence) and argv and argv[0] == "precompute":
-            filling, rest = parse_filling(list(argv[1:]))
-            precompute(run_lightning(["fit", *rest], cli=PartsCLI), filling)
-        elif (
-            isinstance(argv, Sequence)
-            and argv
-            and not argv[0].startswith("-")
-            and argv[0] not in DSparkCLI.subcommands()
-        ):
-            known = ", ".join([*DSparkCLI.subcommands(), *_TOOL_NAMES])
-            raise ValueError(f"there is no command {argv[0]!r}; known are {known}")
-        else:
-            run_lightning(args)
+        _run(argv, args)
+    except UsageError as error:
+        _end(explain(error, argv))
     except (ValueError, RuntimeError, MisconfigurationException) as error:
         message = _message_for_the_user(error)
         if message is None:
             raise
-        print(f"dspark: error: {message}", file=sys.stderr)
-        sys.exit(2)
+        _end(message)
+
+
+def _run(argv: list[str], args: ArgsType) -> None:
+    """Run the command that a command line begins with; everything else is LightningCLI's."""
+    if argv[:2] == ["data", "inspect"]:
+        shown, rest = parse_shown(argv[2:])
+        inspect_data(run_lightning(["fit", *rest], cli=DataCLI).datamodule, shown)
+    elif argv[:1] == ["precompute"]:
+        filling, rest = parse_filling(argv[1:])
+        precompute(run_lightning(["fit", *rest], cli=PartsCLI), filling)
+    elif argv and argv[0] in TOOLS:
+        run_tool(argv[0], argv[1:])
+    elif (args and not argv) or (argv and (argv[0].startswith("-") or argv[0] in DSparkCLI.subcommands())):
+        run_lightning(args)
+    else:
+        known = ", ".join([*DSparkCLI.subcommands(), *_TOOL_NAMES])
+        raise ValueError(f"there is no command {argv[0]!r}; known are {known}" if argv else f"give a command: {known}")
+
+
+def _end(message: str) -> NoReturn:
+    print(f"dspark: error: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def run_tool(name: str, args: list[str]) -> None:
@@ -193,7 +223,9 @@ def run_tool(name: str, args: list[str]) -> None:
                 f"{option} is given {times} times; where several values are taken, give {option}+ for more"
             )
     by_place = bool(args) and not args[0].startswith("-")
-    jsonargparse.auto_cli(TOOLS[name], args=args, prog=f"dspark {name}", as_positional=by_place)
+    jsonargparse.auto_cli(
+        TOOLS[name], args=args, prog=f"dspark {name}", as_positional=by_place, parser_class=OneLineParser
+    )
 
 
 def _message_for_the_user(error: BaseException | None) -> str | None:
@@ -245,6 +277,7 @@ def run_lightning(args: ArgsType = None, run: bool = True, cli: type[DSparkCLI] 
             "description": "Train DSpark drafters with Lightning. "
             f"Tools beside the subcommands below: {', '.join(_TOOL_NAMES)} (dspark TOOL --help).",
         },
+        parser_class=OneLineTrainingParser,
         args=args,
         run=run,
     )

@@ -1,6 +1,7 @@
 """Loading a frozen target: from a folder, a hub id or the package; whole, or spread over devices."""
 
 import os
+import pickle
 import weakref
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,15 @@ from transformers.utils import logging as hf_logging
 from dspark_lightning.embedded import embedded_path, embedded_pictures_path
 from dspark_lightning.offload import check_device_map, check_placed_modules
 
+_UNREADABLE = (  # what transformers raises over a folder that it cannot use
+    OSError,
+    ValueError,
+    ImportError,
+    RuntimeError,  # also RecursionError, over JSON
+    AssertionError,
+    SafetensorError,
+    pickle.UnpicklingError,
+)
 _EMBEDDED = {"embedded": embedded_path, "embedded-pictures": embedded_pictures_path}
 
 
@@ -159,8 +169,10 @@ def _load(auto_class: Any, target: str, options: dict[str, Any], **kwargs: Any) 
     hf_logging.set_verbosity_error()
     try:
         return auto_class.from_pretrained(source, **options, **kwargs)
-    except (OSError, ValueError, ImportError, RuntimeError, AssertionError, SafetensorError) as error:
+    except _UNREADABLE as error:
         reason = str(error).strip().splitlines()[0]
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "its weights are a pickle that holds more than tensors, which is not run: give it as safetensors"
         if "trust_remote_code" in str(error):
             reason = "it runs code that comes with it: read that code, then set trust_remote_code to true"
         given = ", ".join(f"{name} {value!r}" for name, value in options.items())

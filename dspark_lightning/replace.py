@@ -46,7 +46,7 @@ def check_folder(path: Path) -> None:
     """
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir():
-        raise ValueError(f"cannot write to {str(path)!r}: {str(there)!r} is a file")
+        raise ValueError(f"cannot write to {str(path)!r}: {str(there)!r} is a file, give a folder")
     if not os.access(there, os.W_OK):
         raise ValueError(f"cannot write to {str(path)!r}: {str(there)!r} is read-only")
 

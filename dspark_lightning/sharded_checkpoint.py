@@ -2,6 +2,8 @@
 
 A folder holds one `.distcp` file per rank with pieces of tensors, `.metadata` that says where each piece lies, and
 `meta.pt` with all that is no tensor. FSDP1 and FSDP2 name the module's weights differently.
+
+`.metadata` is a pickle, which could run any code; only the classes that describe pieces are admitted.
 """
 
 import pickle
@@ -10,12 +12,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 _META = "meta.pt"
 _WRITERS = {"model.": "FSDP1", "state_dict.": "FSDP2"}  # by what they put before the names of the module's weights
+_DESCRIPTIONS = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "collections": ("OrderedDict",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+}
+"""What a `.metadata` may name, by module; nothing of it does more than hold values."""
 
 
 def read_sharded_meta(path: Path) -> dict[str, Any]:
@@ -44,7 +65,11 @@ def read_sharded_weights(path: Path) -> dict[str, Tensor]:
         for name, entry in entries.items()
         if name.startswith(tuple(_WRITERS)) and isinstance(entry, TensorStorageMetadata)
     }
-    load(tensors, checkpoint_id=path, no_dist=True)
+    try:
+        load(tensors, storage_reader=_Reader(path), no_dist=True)
+    except CheckpointException as error:
+        causes = {type(cause).__name__ for cause, _ in error.failures.values()}
+        raise ValueError(_broken(path, f"its weights cannot be read ({', '.join(sorted(causes))})")) from error
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
 
 
@@ -58,14 +83,43 @@ def written_by(path: Path) -> str:
     return next(writer for key, writer in _WRITERS.items() if any(name.startswith(key) for name in names))
 
 
+class _Unpickler(pickle.Unpickler):
+    """Admits `_DESCRIPTIONS` alone, by their exact names: with a dot in it a name could reach into another module."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if global_name not in _DESCRIPTIONS.get(module_name, ()):
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which describes no tensor")
+        return super().find_class(module_name, global_name)
+
+
+class _Reader(FileSystemReader):
+    """Reads pieces where `.metadata` says they are, without trusting it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        return _unpickle_metadata(Path(self.path))
+
+
+def _unpickle_metadata(path: Path) -> Metadata:
+    try:
+        with (path / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise ValueError(_broken(path, f".metadata cannot be read ({error})")) from error
+    except Exception as error:  # what a damaged pickle raises depends on where it is damaged
+        raise ValueError(_broken(path, f".metadata cannot be read ({type(error).__name__})")) from error
+    if not isinstance(metadata, Metadata):
+        raise ValueError(_broken(path, f".metadata holds a {type(metadata).__name__}"))
+    return metadata
+
+
 def _read_metadata(path: Path) -> Metadata:
     _check_present(path, ".metadata")
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(_broken(path, f".metadata cannot be read ({type(error).__name__})")) from error
+    metadata = _unpickle_metadata(path)
     ends: dict[str, int] = {}
     for piece in (metadata.storage_data or {}).values():
+        if Path(piece.relative_path).name != piece.relative_path:
+            raise ValueError(_broken(path, f".metadata names {piece.relative_path!r}, which is not inside"))
         ends[piece.relative_path] = max(ends.get(piece.relative_path, 0), piece.offset + piece.length)
     for name, end in sorted(ends.items()):
         _check_present(path, name)

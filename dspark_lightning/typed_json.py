@@ -1,5 +1,6 @@
-"""From parsed JSON to dataclasses, by their type hints: every place that does not fit is named."""
+"""From JSON to dataclasses, by their type hints: every place that does not fit is named."""
 
+import json
 from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -8,6 +9,18 @@ T = TypeVar("T")
 
 _LARGEST = 2**63
 """Numbers from here on are no counts, times or probabilities, and fit no array."""
+
+
+def parse(text: str | bytes) -> Any:
+    """`json.loads`, for text that may be anything.
+
+    Raises:
+        ValueError: it is no JSON, or nested so deeply that it cannot be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("holds JSON that is nested too deeply") from error
 
 
 def build(kind: type[T], value: Any, where: str = "") -> T:

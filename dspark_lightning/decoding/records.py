@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dspark_lightning.decoding.row import Round
 from dspark_lightning.replace import write_text
-from dspark_lightning.typed_json import build
+from dspark_lightning.typed_json import build, parse
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def read_records(path: Path) -> list[AnswerRecord]:
 
 def _parse(line: str, where: str) -> AnswerRecord:
     try:
-        record = build(AnswerRecord, json.loads(line))
+        record = build(AnswerRecord, parse(line))
         problem = _problem(record)
     except ValueError as error:
         problem = str(error)

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from dspark_lightning.decoding.cached_target import cache_argument, empty_cache
 from dspark_lightning.replace import write_text
 from dspark_lightning.target import HFDSparkTargetModel
+from dspark_lightning.typed_json import parse
 
 _WARM_UP, _TIMED = 2, 7  # steps
 _PREFILL_TOKENS = 8192  # at once, over all sequences
@@ -92,7 +93,7 @@ def read_sps(path: Path) -> SpsCurve:
     """
     needed = {field.name for field in fields(SpsCurve)}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the SPS curve {str(path)!r}: {error}") from error
     if not isinstance(content, dict) or set(content) != needed:

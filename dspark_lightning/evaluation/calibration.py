@@ -4,7 +4,6 @@ The temperature T_k of position k divides its confidence logit. Position after p
 that the predicted survival, the product of sigmoid(z_j / T_j) up to k, has the least calibration error.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from dspark_lightning.evaluation.reliability import expected_calibration_error, reliability_bins, sigmoid
 from dspark_lightning.evaluation.rounds import Flags, Floats, Rounds
-from dspark_lightning.typed_json import build
+from dspark_lightning.typed_json import build, parse
 
 GRID: Floats = np.unique(np.append(np.geomspace(0.1, 10, 100), 1.0))
 
@@ -94,7 +93,7 @@ def read_temperatures(path: Path) -> list[float]:
         ValueError: it cannot be read, or holds none that are positive.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))["temperatures"]
+        values = parse(path.read_text(encoding="utf-8"))["temperatures"]
         temperatures = build(list[float], values, "temperatures")
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error

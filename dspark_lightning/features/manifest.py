@@ -7,7 +7,7 @@ from typing import Any
 
 from dspark_lightning.features.fingerprint import Fingerprint
 from dspark_lightning.replace import write_text
-from dspark_lightning.typed_json import build
+from dspark_lightning.typed_json import build, parse
 
 _FILE = "manifest.json"
 _FORMAT = 1
@@ -74,7 +74,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} is no feature cache: it has no {_FILE}; make one with dspark precompute")
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = parse(path.read_text(encoding="utf-8"))
         manifest = build(Manifest, content)
     except (OSError, ValueError) as error:
         raise ValueError(f"the feature cache's {str(path)!r} cannot be used: {error}") from error
@@ -83,9 +83,10 @@ def read_manifest(folder: Path) -> Manifest:
             f"the feature cache {str(folder)!r} has format {manifest.format}, this version reads {_FORMAT}: precompute "
             "into another folder"
         )
-    if "train" not in manifest.splits or manifest.pad_token_id < 0:
+    # A split names a folder, in which damaged files are deleted: it must not lead out of the cache.
+    if "train" not in manifest.splits or not manifest.splits.keys() <= {"train", "val"} or manifest.pad_token_id < 0:
         raise ValueError(
-            f"the feature cache's {str(path)!r} cannot be used: splits {list(manifest.splits)} must hold train, and "
-            f"pad_token_id {manifest.pad_token_id} must not be negative"
+            f"the feature cache's {str(path)!r} cannot be used: splits {list(manifest.splits)} must hold train and at "
+            f"most val beside it, and pad_token_id {manifest.pad_token_id} must not be negative"
         )
     return manifest

@@ -3,7 +3,6 @@
 What others wrote is data: nothing is unpickled, nothing outside the folder is opened, no code is run.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from dspark_lightning.layouts.layout import Config, Weights
-from dspark_lightning.typed_json import build
+from dspark_lightning.typed_json import build, parse
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 INDEX = f"{WEIGHTS}.index.json"
@@ -31,8 +30,8 @@ def read_json_object(path: Path) -> Config:
         ValueError: it cannot be read, or holds something else.
     """
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {str(path)!r}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{str(path)!r} must hold an object of fields, got a {type(content).__name__}")

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from dspark_lightning.regeneration.scripts import Failure
 from dspark_lightning.replace import check_folder, discard, write_finished, write_text
+from dspark_lightning.typed_json import parse
 
 
 class _Line(NamedTuple):
@@ -122,7 +123,7 @@ class OutputFiles:
 
     def _read_settings(self) -> dict[str, Any]:
         try:
-            settings = json.loads(self.settings.read_text(encoding="utf-8"))["settings"]
+            settings = parse(self.settings.read_text(encoding="utf-8"))["settings"]
             if not isinstance(settings, dict):
                 raise TypeError("no object")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -221,7 +222,7 @@ def _keys(path: Path) -> Iterable[tuple[str, int]]:
     with path.open("rb") as file:
         for line in file:
             try:
-                row = json.loads(line) if line.endswith(b"\n") else None
+                row = parse(line) if line.endswith(b"\n") else None
             except ValueError:
                 row = None
             if isinstance(row, dict) and "id" in row:

@@ -21,6 +21,7 @@ from dspark_lightning.datamodules.rows import Message
 from dspark_lightning.decoding.sampling import place_seed
 from dspark_lightning.regeneration.dialogue import Dialogue, Unanswered
 from dspark_lightning.regeneration.sampling import Sampling
+from dspark_lightning.typed_json import parse
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds that a server is left alone after its first failure, and at most."""
@@ -264,7 +265,7 @@ def _message_of(reply: Any) -> Message:
 def _call(call: dict[str, Any]) -> dict[str, Any]:
     # Where the target wrote none or no JSON, or the server has read it already, it stays as it is.
     with suppress(KeyError, TypeError, ValueError):
-        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        call["function"]["arguments"] = parse(call["function"]["arguments"])
     return call
 
 

@@ -12,7 +12,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dspark_lightning.report.records import Calibration, Evaluation, Schedule
-from dspark_lightning.typed_json import build
+from dspark_lightning.typed_json import build, parse
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def _read_record(kind: type[T], path: Path, command: str) -> T | None:
     if text is None:
         return None
     try:
-        return build(kind, json.loads(text))
+        return build(kind, parse(text))
     except json.JSONDecodeError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}): write it again with `{command}`") from error
     except ValueError as error:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspark_lightning.typed_json import build
+from dspark_lightning.typed_json import build, parse
 
 RECORD_FILE = "dspark.json"
 
@@ -65,6 +65,6 @@ def read_record(folder: Path) -> ExportRecord | None:
     if not path.exists():
         return None
     try:
-        return build(ExportRecord, json.loads(path.read_text(encoding="utf-8")))
+        return build(ExportRecord, parse(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no record of an export: {error}") from error

@@ -1,6 +1,5 @@
 """`dspark data inspect`: the rows a configuration trains on, as they are trained, with counts and lengths."""
 
-import argparse
 import logging
 import sys
 import warnings
@@ -21,6 +20,7 @@ from dspark_lightning.datamodules import CachedFeatureDataModule, ChatDataModule
 from dspark_lightning.datamodules.preview import Piece, pieces
 from dspark_lightning.datamodules.row_statistics import RowStatistics, histogram
 from dspark_lightning.datamodules.rowset import RowSet
+from dspark_lightning.usage import OwnOptions
 
 _BINS, _LONGEST_BAR = 10, 40
 _QUANTILES = {"least": 0.0, "10 %": 0.1, "median": 0.5, "90 %": 0.9, "most": 1.0}
@@ -41,9 +41,9 @@ def parse_shown(args: Sequence[str]) -> tuple[Shown, list[str]]:
     """Take this command's own options out of a command line; the rest is that of `dspark fit`.
 
     Raises:
-        ValueError: An option out of range.
+        ValueError: An option that cannot be used.
     """
-    parser = argparse.ArgumentParser(
+    parser = OwnOptions(
         prog="dspark data inspect",
         description="Show the rows that `dspark fit` would train on with the same options: which are kept, how long "
         "they are, and what is supervised.",

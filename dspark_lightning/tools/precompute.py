@@ -1,6 +1,5 @@
 """`dspark precompute`: fill a feature cache, so that training need not run the target."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from dspark_lightning.datamodules import CachedFeatureDataModule, ChatDataModule, HybridFeatureDataModule
 from dspark_lightning.features.cache import FeatureCache
+from dspark_lightning.usage import OwnOptions
 
 _NO_TRAINING = (  # nothing of a fit but the devices and the precision
     "--trainer.logger=false",
@@ -32,8 +32,12 @@ class Filling:
 
 
 def parse_filling(args: Sequence[str]) -> tuple[Filling, list[str]]:
-    """Take this command's own options out of a command line; the rest is that of `dspark fit`."""
-    parser = argparse.ArgumentParser(
+    """Take this command's own options out of a command line; the rest is that of `dspark fit`.
+
+    Raises:
+        ValueError: an option that cannot be used.
+    """
+    parser = OwnOptions(
         "dspark precompute",
         description=_DESCRIPTION,
         epilog="All other options are those of `dspark fit`: --config my.yaml --data.init_args.max_length 512 ...",

@@ -84,7 +84,7 @@ OWN: dict[str, tuple[Break, str, str]] = {
     "no size": (
         fields(hidden_size="wide"),
         "files",
-        "config.json cannot be used: Validation error for field 'hidden_size': TypeError: ",
+        "the config of a Qwen3DSparkModel cannot be used: Validation error for field 'hidden_size': TypeError: ",
     ),
     "more weights": (
         lambda folder: (folder / "old.safetensors").write_bytes(b""),

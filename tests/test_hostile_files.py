@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from bad_input_helpers import CONFIG, FIT, chat_rows, refusal, small_fit, write_files
 from dspark_lightning import build_draft_model, export_draft, load_pretrained_draft
 from dspark_lightning.embedded import embedded_path
-from dspark_lightning.export import serve_command
 from dspark_lightning.features.cache import FeatureCache
 from dspark_lightning.features.fingerprint import Fingerprint
 from dspark_lightning.features.manifest import SplitSize, new_manifest, write_manifest
 from dspark_lightning.features.shard import DamagedShard, read_index
 from dspark_lightning.loading import load_target, load_target_config
 from dspark_lightning.regeneration.output import OutputFiles, PartialFile
+from dspark_lightning.serving.engines import serve_command
 from dspark_lightning.sharded_checkpoint import read_sharded_meta, read_sharded_weights
 from helpers import tiny_qwen3_config
 
@@ -179,7 +179,10 @@ def test_a_draft_with_a_payload(in_tmp: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read 'my-dspark/model\.safetensors'"):
         load_pretrained_draft(folder)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"cannot read 'my-dspark/model\.safetensors': No such file"):
+    with pytest.raises(
+        ValueError,
+        match=r"^'my-dspark' has 'pytorch_model.bin' and no model.safetensors: pickled weights .* never read, save",
+    ):
         load_pretrained_draft(folder)
 
 

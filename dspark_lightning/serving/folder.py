@@ -22,7 +22,8 @@ EXPORT_FILES = (WEIGHTS, CONFIG, CARD_FILE, RECORD_FILE)
 
 _KINDS: dict[str, Any] = {
     "target_layer_ids": list[int],
-    **dict.fromkeys(("block_size", "markov_rank", "mask_token_id", "num_anchors", "num_target_layers"), int),
+    **dict.fromkeys(("block_size", "markov_rank", "mask_token_id", "num_anchors"), int),
+    "num_target_layers": int | None,  # not known of every draft that another tool trained
 }
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 

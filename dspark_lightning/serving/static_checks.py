@@ -50,12 +50,15 @@ def check_tensors(folder: DraftFolder) -> Verdict:
 def check_layer_ids(folder: DraftFolder) -> Verdict:
     """Feature layers rise, lie inside the target, and stand in all three places, in the convention of each."""
     count = folder.draft.config.num_target_layers
+    ids = list(folder.draft.target_layer_ids)
     try:
-        ids = validate_target_layer_ids(folder.draft.target_layer_ids, count)
+        validate_target_layer_ids(ids, max(ids, default=0) + 1 if count is None else count)
     except ValueError as refusal:
         return error(str(refusal))
     aux = [i + 1 for i in ids]
     problem = first_difference(folder.config, {"eagle_aux_hidden_state_layer_ids": aux})
+    if problem is None and count is None:
+        return warning(f"{ids}, of a target whose number of layers is not known: num_target_layers is null")
     return problem or ok(f"{ids} of {count} layers, {aux} for engines that count from 1")
 
 

@@ -16,7 +16,7 @@ from datasets import Dataset, Features, Sequence, Value
 from dspark_lightning.datamodules import loss_mask, rows
 from dspark_lightning.datamodules.loss_mask import ChatRenderer, Encoded, Span
 from dspark_lightning.datamodules.rows import BadRow, TokenRow, id_digest, parse_row
-from dspark_lightning.datamodules.source import Source
+from dspark_lightning.datamodules.source import Source, reason
 
 FEATURES = Features(
     {
@@ -69,22 +69,25 @@ class RowEncoder:
 
         Raises:
             ValueError: More than `max_bad_rows` malformed rows, a row with the mask token, or an unusable template;
-                the row is named.
+                the row is named. The cache cannot be written.
         """
         bad = Counter[str]()
 
         def encode_batch(batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
             return self._encode_batch(source, batch, source.row_ids[indices].tolist(), bad)
 
-        return source.table.map(
-            encode_batch,
-            batched=True,
-            with_indices=True,
-            remove_columns=source.table.column_names,
-            features=FEATURES,
-            new_fingerprint=self._fingerprint(source),
-            desc=f"Tokenising {source.name}",
-        )
+        try:
+            return source.table.map(
+                encode_batch,
+                batched=True,
+                with_indices=True,
+                remove_columns=source.table.column_names,
+                features=FEATURES,
+                new_fingerprint=self._fingerprint(source),
+                desc=f"Tokenising {source.name}",
+            )
+        except OSError as error:
+            raise ValueError(f"{source.name}: {reason(error)}") from error
 
     def encode_once(self, source: Source, bad: Counter[str]) -> Dataset:
         """The table of a source that is read once: in memory, without the cache.

@@ -6,6 +6,7 @@ that were there when reading began.
 """
 
 import codecs
+import errno
 import glob
 import importlib
 import json
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import datasets
 import numpy as np
 from datasets import Dataset, Features, Image, IterableDataset, List, ReadInstruction, Value, load_dataset
 
@@ -44,6 +46,9 @@ class _RowCounts:
 def _no_folder(row: int) -> Path | None:
     del row
     return None
+
+
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -334,4 +339,6 @@ def reason(error: BaseException) -> str:
     """What went wrong, in one line."""
     while error.__cause__ is not None:  # datasets wraps what went wrong in "An error occurred ..."
         error = error.__cause__
+    if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:  # nothing but the cache is written while reading
+        return f"cannot cache its rows in {str(datasets.config.HF_DATASETS_CACHE)!r}: {error.strerror}"
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,12 +1,12 @@
 """Reading training checkpoints, and the draft inside."""
 
-import pickle
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from dspark_lightning.checkpoint_content import check_content
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.pretrained import build_draft_from_config, load_strict
 from dspark_lightning.replace import outdated_path
@@ -20,9 +20,10 @@ def load_checkpoint_draft(ckpt_path: str | Path) -> tuple[DSparkDraft, str]:
         the draft, and the name of the target it was trained for.
 
     Raises:
-        ValueError: it cannot be read, is incomplete, or was not written by a `DSparkModule`.
+        ValueError: it cannot be read, is incomplete or damaged, or was not written by a `DSparkModule`.
     """
     checkpoint, path, prefix = read_checkpoint(ckpt_path), Path(ckpt_path), "draft."
+    check_content(path)
     weights = read_sharded_weights(path) if path.is_dir() else checkpoint["state_dict"]
     state = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
     draft = build_draft_from_config(checkpoint["dspark"]["draft_config"])
@@ -56,6 +57,6 @@ def _read_checkpoint_file(path: Path) -> dict[str, Any]:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise ValueError(f"cannot read the checkpoint {str(path)!r}: {error.strerror or error}") from error
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # bytes that have changed make pickle do anything
         raise ValueError(f"{str(path)!r} is not a checkpoint file, or is damaged ({type(error).__name__})") from error
     return checkpoint

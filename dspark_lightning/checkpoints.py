@@ -12,9 +12,10 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, St
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dspark_lightning.checkpoint_content import check_content
 from dspark_lightning.checkpoint_draft import read_checkpoint
-from dspark_lightning.delivery import all_or_none
-from dspark_lightning.replace import discard, replace_path, scratch_path
+from dspark_lightning.delivery import all_or_none, process_rank, world_size
+from dspark_lightning.replace import alone_in, discard, replace_path, scratch_path
 from dspark_lightning.sharded_checkpoint import written_by
 
 
@@ -43,6 +44,17 @@ def check_checkpoint(path: str | Path, strategy: type[Strategy], weights_only: b
         )
 
 
+def check_for_loading(path: str | Path, strategy: type[Strategy], weights_only: bool | None = None) -> None:
+    """`check_checkpoint`, and that every byte is the one that was written; all ranks have to call this, and share that.
+
+    Raises:
+        ValueError: see `check_checkpoint` and `check_content`.
+    """
+    check_checkpoint(path, strategy, weights_only)
+    if weights_only is not False:
+        all_or_none(lambda: check_content(Path(path), process_rank(), world_size()))
+
+
 class WholeFileIO(TorchCheckpointIO):
     """Writes a checkpoint file beside its place, then moves it there.
 
@@ -65,30 +77,34 @@ class WholeFileIO(TorchCheckpointIO):
         if _is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        scratch = scratch_path(Path(path))
-        try:
-            scratch.parent.mkdir(parents=True, exist_ok=True)
-            with scratch.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            replace_path(scratch, Path(path))
-        except (OSError, RuntimeError) as error:
-            discard(scratch)
-            reason = write_problem(error)
-            if reason is None:
-                raise
-            raise ValueError(f"cannot write the checkpoint {str(path)!r}: {reason}") from error
+        with alone_in(Path(path).parent):  # a second run with the same folder would write the same file
+            _write_whole(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file.
 
         Raises:
-            ValueError: see `check_checkpoint`.
+            ValueError: see `check_for_loading`.
         """
         if not _is_remote(path):
-            check_checkpoint(path, self.strategy, kwargs.get("weights_only"))
+            check_for_loading(path, self.strategy, kwargs.get("weights_only"))
         return super().load_checkpoint(path, *args, **kwargs)
+
+
+def _write_whole(checkpoint: dict[str, Any], path: Path) -> None:
+    scratch = scratch_path(path)
+    try:
+        with scratch.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        replace_path(scratch, path)
+    except (OSError, RuntimeError) as error:
+        discard(scratch)
+        reason = write_problem(error)
+        if reason is None:
+            raise
+        raise ValueError(f"cannot write the checkpoint {str(path)!r}: {reason}") from error
 
 
 def _is_remote(path: str | Path) -> bool:

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_lightning.drafts.base import DSparkDraft
+from dspark_lightning.features.hashing import weights_hash
 from dspark_lightning.layouts.files import CONFIG, WEIGHTS
+from dspark_lightning.layouts.flat import WEIGHTS_HASH
+from dspark_lightning.layouts.layout import Config
 from dspark_lightning.layouts.written import ExportLayout, written_config
-from dspark_lightning.replace import replace_path, scratch_path
+from dspark_lightning.replace import alone_in, replace_path, scratch_path
 from dspark_lightning.serving.card import write_about
 from dspark_lightning.serving.engines import engine_limits
 from dspark_lightning.serving.fields import serving_config
@@ -25,6 +27,7 @@ from dspark_lightning.serving.folder import EXPORT_FILES
 from dspark_lightning.serving.record import ExportRecord
 from dspark_lightning.serving.static_checks import check_header
 from dspark_lightning.sharding import is_sharded
+from dspark_lightning.tensor_files import write_tensors
 
 
 def export_draft(
@@ -67,27 +70,33 @@ def export_draft(
             raise ValueError(f"the draft cannot be exported: {name!r} holds NaN or infinite values")
     for limit in engine_limits(draft.config):
         warnings.warn(limit.line, stacklevel=2)
-    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in weights.items()}
-    scratch = scratch_path(path)
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        config = written_config(serving_config(draft), layout, target)
-        scratch.mkdir(parents=True)
-        # Tied targets share one tensor between embedding and head; the file must hold both.
-        copies = {name: tensor.clone() for name, tensor in weights.items()}
-        save_file(copies, scratch / WEIGHTS, metadata={"format": "pt"})
-        (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        # safetensors keeps the file to its owner; who serves may be another user.
-        (scratch / WEIGHTS).chmod((scratch / CONFIG).stat().st_mode)
-        if layout == "dspark":
-            write_about(scratch, draft.config, record or ExportRecord(), path.name)
-            check_header(scratch)
-        replace_path(scratch, path)
-    except OSError as error:
-        raise ValueError(f"cannot write the draft to {str(path)!r}: {error.strerror or error}") from error
-    finally:
+    # Tied targets share one tensor between embedding and head; the file must hold both.
+    weights = {name: tensor.detach().to("cpu", torch.bfloat16).clone() for name, tensor in weights.items()}
+    config = written_config(serving_config(draft), layout, target)
+    with alone_in(path.parent):  # a second run with the same folder would write the same files
+        scratch = scratch_path(path)
         shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            if layout == "dspark":
+                _write_files(scratch, weights, config | {WEIGHTS_HASH: weights_hash(weights)})
+                write_about(scratch, draft.config, record or ExportRecord(), path.name)
+                check_header(scratch)
+            else:
+                _write_files(scratch, weights, config)
+            replace_path(scratch, path)
+        except OSError as error:
+            raise ValueError(f"cannot write the draft to {str(path)!r}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return path
+
+
+def _write_files(folder: Path, weights: dict[str, Tensor], config: Config) -> None:
+    folder.mkdir(parents=True)
+    write_tensors(weights, folder / WEIGHTS, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    # safetensors keeps the file to its owner; who serves may be another user.
+    (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
 
 
 def check_export_path(path: str | Path) -> Path:

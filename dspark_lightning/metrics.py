@@ -76,6 +76,8 @@ class AcceptanceMetric(Metric):
     def update(self, terms: Mapping[str, Tensor]) -> None:
         """Add the terms of one batch, on the metric's device; a term the loss left out is left out here too.
 
+        A batch with a NaN or infinite term counts in nothing: it would take all others with it.
+
         Raises:
             ValueError: the terms are of another block size.
         """
@@ -109,12 +111,10 @@ def acceptance_update(terms: Mapping[str, Tensor], block_size: int) -> tuple[Ten
         )
     pairs = [(terms[num], terms[den]) if num in terms else (zero, zero) for num, den in RATIOS.values()]
     nums, dens = (torch.stack(part) for part in zip(*pairs, strict=True))
-    counts = torch.stack([terms.get(name, zero) for name in COUNTS])
-    return (
-        torch.cat([nums, by_position[0]]).float(),
-        torch.cat([dens, by_position[1]]).float(),
-        counts.round().long(),
-    )
+    nums, dens = (torch.cat([part, more]).float() for part, more in zip((nums, dens), by_position, strict=True))
+    counts = torch.stack([terms.get(name, zero) for name in COUNTS]).round().long()
+    finite = nums.isfinite().all() & dens.isfinite().all()  # stays on the device
+    return nums.where(finite, 0), dens.where(finite, 0), counts.where(finite, 0)
 
 
 def acceptance_compute(nums: Tensor, dens: Tensor, counts: Tensor, alphas: Mapping[str, float]) -> dict[str, Tensor]:

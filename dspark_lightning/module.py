@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dspark_lightning.anchors import row_generator, sample_anchor_positions
 from dspark_lightning.attention import AttentionKind, check_attention
 from dspark_lightning.building import new_draft
-from dspark_lightning.callbacks import AcceptanceMetrics, RankAgreement, RopePrecisionCheck
+from dspark_lightning.callbacks import AcceptanceMetrics, FiniteSteps, RankAgreement, RopePrecisionCheck
 from dspark_lightning.capture import capture
 from dspark_lightning.checkpoints import name_optimizer_states, prepare_checkpoints
 from dspark_lightning.datamodules.resume import hand_over_position, settle_progress
@@ -237,7 +237,7 @@ class DSparkModule(LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Add the callbacks that no run should miss, where the trainer does not have them already."""
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        kinds = (AcceptanceMetrics, RankAgreement, RopePrecisionCheck)
+        kinds = (AcceptanceMetrics, FiniteSteps, RankAgreement, RopePrecisionCheck)
         return [kind() for kind in kinds if not any(isinstance(callback, kind) for callback in present)]
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

@@ -7,6 +7,8 @@ A folder holds one `.distcp` file per rank with pieces of tensors, `.metadata` t
 """
 
 import pickle
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-_META = "meta.pt"
+META = "meta.pt"
 _WRITERS = {"model.": "FSDP1", "state_dict.": "FSDP2"}  # by what they put before the names of the module's weights
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": (
@@ -47,9 +49,9 @@ def read_sharded_meta(path: Path) -> dict[str, Any]:
     """
     _read_metadata(path)
     try:
-        meta: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(_broken(path, f"{_META} cannot be read ({type(error).__name__})")) from error
+        meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+    except Exception as error:  # bytes that have changed make pickle do anything
+        raise ValueError(_broken(path, f"{META} cannot be read ({type(error).__name__})")) from error
     return meta
 
 
@@ -65,12 +67,34 @@ def read_sharded_weights(path: Path) -> dict[str, Tensor]:
         for name, entry in entries.items()
         if name.startswith(tuple(_WRITERS)) and isinstance(entry, TensorStorageMetadata)
     }
-    try:
+    with readable(path):
         load(tensors, storage_reader=_Reader(path), no_dist=True)
-    except CheckpointException as error:
-        causes = {type(cause).__name__ for cause, _ in error.failures.values()}
-        raise ValueError(_broken(path, f"its weights cannot be read ({', '.join(sorted(causes))})")) from error
     return {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+
+
+def stored_pieces(path: Path) -> Collection[Any]:
+    """Where each piece of a tensor lies: its `relative_path` in the folder, `offset` and `length` in bytes.
+
+    Raises:
+        ValueError: as for `read_sharded_meta`.
+    """
+    pieces: dict[Any, Any] = _read_metadata(path).storage_data or {}
+    return pieces.values()
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Have what torch raises over a sharded checkpoint, with the tracebacks of all ranks, end in one line.
+
+    Raises:
+        ValueError: a piece of a tensor cannot be read.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        raise ValueError(f"the checkpoint {str(path)!r} cannot be read: {reason}") from error
 
 
 def written_by(path: Path) -> str:
@@ -125,7 +149,7 @@ def _read_metadata(path: Path) -> Metadata:
         _check_present(path, name)
         if (size := (path / name).stat().st_size) < end:
             raise ValueError(_broken(path, f"{name} has {size} bytes of {end}"))
-    _check_present(path, _META)
+    _check_present(path, META)
     return metadata
 
 

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecision
 
-from dspark_lightning.checkpoints import check_checkpoint, write_problem
+from dspark_lightning.checkpoints import check_for_loading, write_problem
 from dspark_lightning.delivery import all_or_none, gather_values
 from dspark_lightning.replace import discard, replace_path, scratch_path
+from dspark_lightning.sharded_checkpoint import readable
 
 
 class _WholeCheckpoints(ParallelStrategy):
@@ -56,10 +57,11 @@ class _WholeCheckpoints(ParallelStrategy):
         """Load a checkpoint that this strategy can read.
 
         Raises:
-            ValueError: see `check_checkpoint`.
+            ValueError: see `check_for_loading`.
         """
-        check_checkpoint(self.broadcast(checkpoint_path), type(self), kwargs.get("weights_only"))
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        check_for_loading(self.broadcast(checkpoint_path), type(self), kwargs.get("weights_only"))
+        with readable(Path(checkpoint_path)):
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
 
 def _finish(scratch: Path, path: Path, problem: str | None) -> None:

@@ -15,9 +15,13 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="dspark-tests-")
 
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from fault_kinds import Stage
 
 torch.set_num_threads(1)
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -48,3 +52,13 @@ def no_launcher_variables_left() -> Iterator[None]:
     for name in ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         if name in os.environ and name not in before:
             del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Stage"]:
+    """Runs whole commands, to which things happen."""
+    from fault_kinds import Stage
+    from kill_helpers import commands
+
+    with commands() as process:
+        yield Stage(process, tmp_path_factory.mktemp("stage"))

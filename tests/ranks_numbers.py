@@ -83,7 +83,8 @@ def train(scenario: str, strategy: str, folder: Path) -> dict[str, Any]:
     batches = range(STEPS * accumulate)
     trainer.fit(module, loader(scenario, *batches), loader(scenario, 100, 101, 103))
     assert module.draft is not None
-    return {"weights": full_state_dict(module.draft), "records": logger.of("train") + logger.of("val")}
+    train = [record for record in logger.of("train") if "train/skipped_steps" not in record[1]]
+    return {"weights": full_state_dict(module.draft), "records": train + logger.of("val")}
 
 
 def main() -> None:

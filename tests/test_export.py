@@ -236,7 +236,7 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("no space left")
 
 
-@pytest.mark.parametrize("failing", ["save_file", "serving_config", "replace_path"])
+@pytest.mark.parametrize("failing", ["write_tensors", "serving_config", "replace_path"])
 def test_a_failure_leaves_the_old_folder_and_nothing_else(
     failing: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +261,7 @@ def test_a_folder_that_could_not_be_served_is_not_written(folder: Path, monkeypa
 def test_remains_of_a_killed_export_do_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if the process had died before cleaning up
     with pytest.raises(ValueError), monkeypatch.context() as patch:
-        patch.setattr(export, "save_file", fail)
+        patch.setattr(export, "write_tensors", fail)
         export_draft(make_draft(seed=1), folder)
     monkeypatch.undo()
     export_draft(make_draft(seed=2), folder)

@@ -11,13 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import dspark_lightning.features.writer as writer_file
 from dspark_lightning.cli import main
 from dspark_lightning.datamodules.missing_rows import length_batches
 from dspark_lightning.features.cache import FeatureCache
-from feature_helpers import shards
+from feature_helpers import assert_same_rows, shards
 from precompute_run import run
 
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -144,19 +143,6 @@ def test_a_killed_run_goes_on_where_it_was(
     assert {path: path.stat().st_mtime_ns for path in kept} == kept  # nothing is computed twice
     assert_same_rows(FeatureCache(cache), FeatureCache(unbroken))
     assert not [path for path in cache.rglob("*") if "writing" in path.name]
-
-
-def assert_same_rows(ours: FeatureCache, theirs: FeatureCache) -> None:
-    assert ours.complete and not ours.verify() and ours.manifest == theirs.manifest
-    for split in theirs.splits:
-        held = sum(len(index) for index in ([*ours._splits[split].row_ids],))
-        assert held == theirs.manifest.splits[split].rows  # no row twice
-        rows = theirs.rows(split)
-        for i in range(len(rows)):
-            item = rows.encoded(i)
-            asked = (split, int(item["row_id"]), item["input_ids"], item["loss_mask"])
-            for mine, other in zip(ours.read(*asked), theirs.read(*asked), strict=True):
-                torch.testing.assert_close(mine, other, atol=2e-2, rtol=2e-2)  # other padding, one step of bf16
 
 
 def test_a_full_disk_is_named_and_leaves_a_cache_that_can_be_completed(

@@ -259,7 +259,7 @@ def test_one_reduction_for_all_denominators(tmp_path: Path) -> None:
     original = run.strategy.reduce
 
     def reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.is_floating_point():  # whole numbers are Lightning's own, to agree on when to stop
+        if tensor.is_floating_point():  # whole numbers are flags: when to stop, whether all is finite
             reduced.append(tensor.shape)
         return original(tensor, *args, **kwargs)
 

@@ -1,6 +1,6 @@
 """Hashes over the bytes of arrays. They guard against accidents, not against people."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,11 @@ def checksum(values: Iterable[Values]) -> int:
     for each in values:
         digest.update(_raw(each))
     return int(np.uint64(digest.intdigest()).astype(np.int64))
+
+
+def weights_hash(weights: Mapping[str, Tensor]) -> str:
+    """Of a model's weights on the CPU, by name; in which order they come does not matter."""
+    return content_hash(part for name in sorted(weights) for part in (name, weights[name].flatten()))
 
 
 def _raw(values: Values) -> bytes | memoryview:

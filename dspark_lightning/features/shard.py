@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_lightning.features.hashing import checksum, content_hash
 from dspark_lightning.replace import discard, replace_path
+from dspark_lightning.tensor_files import write_tensors
 
 _ROW_TENSORS = ("input_ids", "loss_mask", "target_hidden_states", "target_last_hidden_states")
 _INDEX = ("row_ids", "offsets", "checksums")
@@ -86,13 +86,9 @@ def write_shard(folder: Path, owner: str, row_ids: Sequence[int], rows: Sequence
     )  # several may write it at once
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, scratch, metadata={"content_hash": index.content_hash(owner)})
-        with scratch.open("rb") as file:
-            os.fsync(file.fileno())
+        write_tensors(tensors, scratch, {"content_hash": index.content_hash(owner)})
         if not _is_sound(path, owner):
             replace_path(scratch, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
     finally:
         discard(scratch)
     return path

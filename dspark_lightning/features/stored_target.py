@@ -8,11 +8,11 @@ from typing import Self, cast
 import torch
 from lightning.pytorch import Trainer
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 
 from dspark_lightning.features.hashing import content_hash
+from dspark_lightning.tensor_files import write_tensors
 
 _FOLDER, _FILE = "target", "embedding_and_head.safetensors"
 
@@ -95,9 +95,9 @@ def save_target_parts(cache: Path, owner: str, config: PretrainedConfig, embeddi
     try:
         folder.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(folder)
-        save_file(tensors, folder / _FILE, metadata={"content_hash": _hash(folder, owner, tensors)})
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot write {str(folder)!r}: {error}") from error
+        write_tensors(tensors, folder / _FILE, {"content_hash": _hash(folder, owner, tensors)})
+    except OSError as error:
+        raise ValueError(f"cannot write {str(folder)!r}: {error.strerror or error}") from error
 
 
 def load_target_parts(

@@ -8,13 +8,18 @@ from dspark_lightning.drafts.registry import DSPARK_DRAFT_REGISTRY
 from dspark_lightning.layouts.from_target import settled
 from dspark_lightning.layouts.layout import Config, Layout
 
-FOR_ENGINES = ("eagle_aux_hidden_state_layer_ids", "sample_from_anchor", "dspark_bonus_anchor", "dflash_config")
-"""Fields of an exported config.json that are no part of the draft's config."""
+WEIGHTS_HASH = "weights_hash"
+"""Field of an exported config.json; drafts of other trainers have none."""
+_NOT_THE_DRAFTS = (
+    *("eagle_aux_hidden_state_layer_ids", "sample_from_anchor", "dspark_bonus_anchor", "dflash_config"),
+    WEIGHTS_HASH,
+)
+"""Fields of an exported config.json that are no part of the draft's config: for engines, and about the file."""
 
 
 def deepspec_config(own: Config) -> Config:
     """From an exported config.json to DeepSpec's."""
-    return {name: value for name, value in own.items() if name not in FOR_ENGINES}
+    return {name: value for name, value in own.items() if name not in _NOT_THE_DRAFTS}
 
 
 def check_first_slot(config: Config) -> None:

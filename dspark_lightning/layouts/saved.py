@@ -5,9 +5,10 @@ from pathlib import Path
 
 import torch
 
+from dspark_lightning.features.hashing import weights_hash
 from dspark_lightning.layouts.dflash import DFLASH
 from dspark_lightning.layouts.files import CONFIG, WEIGHTS, read_json_object, read_weights
-from dspark_lightning.layouts.flat import FLAT, known_drafts
+from dspark_lightning.layouts.flat import FLAT, WEIGHTS_HASH, known_drafts
 from dspark_lightning.layouts.layout import Config, Layout, Weights
 from dspark_lightning.layouts.speculators import SPECULATORS
 from dspark_lightning.typed_json import build
@@ -44,12 +45,14 @@ class SavedDraft:
     """The own one."""
     tied: bool
     """Whether the embedding is the head, too, where the file has no head."""
+    hash: str | None
+    """What the weights have to have; None where another trainer wrote them."""
 
     def weights(self) -> Weights:
         """Read the tensors, under the names of the draft.
 
         Raises:
-            ValueError: they cannot be read, are quantised, or hold NaN or infinite values.
+            ValueError: they cannot be read, are quantised, hold NaN or infinite values, or are not those written.
         """
         weights = read_weights(self.path)
         try:
@@ -62,6 +65,11 @@ class SavedDraft:
                 raise ValueError(f"{name!r} of the draft in {str(self.path)!r} is {dtype}, must be bfloat16 or float32")
             if not tensor.isfinite().all():
                 raise ValueError(f"{name!r} of the draft in {str(self.path)!r} holds NaN or infinite values")
+        if self.hash not in (None, weights_hash(weights)):
+            raise ValueError(
+                f"{str(self.path / WEIGHTS)!r} is damaged, its weights are not those that were exported: export it "
+                f"again, or, if you changed them, take {WEIGHTS_HASH} out of its {CONFIG}"
+            )
         if self.tied and "embed_tokens.weight" in weights:
             weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
         return weights
@@ -98,7 +106,13 @@ def open_saved_draft(path: Path) -> SavedDraft:
             raise ValueError("has layer_types with 'sliding_attention': a draft layer sees its whole context")
     except ValueError as error:
         raise ValueError(f"{str(path / CONFIG)!r} {error}") from error
-    return SavedDraft(path, layout, own | {"tie_word_embeddings": False}, own.get("tie_word_embeddings") is True)
+    return SavedDraft(
+        path,
+        layout,
+        own | {"tie_word_embeddings": False},
+        own.get("tie_word_embeddings") is True,
+        config.get(WEIGHTS_HASH),
+    )
 
 
 def _layout_of(config: Config) -> Layout:

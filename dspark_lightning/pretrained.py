@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dspark_lightning.drafts.base import DSparkDraft
 from dspark_lightning.drafts.registry import resolve_draft_class
-from dspark_lightning.layouts.saved import open_saved_draft
+from dspark_lightning.layouts.saved import check_weights_hash, open_saved_draft
 
 _FROM_TARGET = ("embed_tokens.weight", "lm_head.weight")
 _HEADS = {"markov_head": "markov_rank", "confidence_head": "enable_confidence_head"}
@@ -34,6 +34,7 @@ def load_pretrained_draft(path: str | Path) -> DSparkDraft:
     draft = build_draft_from_config(saved.config)
     state = saved.weights()
     load_strict(draft, state, saved.path)
+    check_weights_hash(saved.hash, state, saved.path)
     cast(nn.Module, draft).to(state["fc.weight"].dtype).eval()
     return draft
 
@@ -61,7 +62,9 @@ def load_draft_weights(draft: DSparkDraft, path: str | Path) -> list[str]:
                 "start from a draft of the same kind"
             )
     own = {n: tensor for n, tensor in draft.state_dict().items() if n in _FROM_TARGET or n.partition(".")[0] in fresh}
-    load_strict(draft, saved.weights() | own, saved.path)
+    state = saved.weights()
+    load_strict(draft, state | own, saved.path)
+    check_weights_hash(saved.hash, state, saved.path)
     return fresh
 
 

@@ -93,7 +93,9 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        # What torch says of a refused pickle is advice to trust it.
+        kind, said = type(cause).__name__, str(cause).splitlines()
+        reason = said[0] if said and not isinstance(cause, pickle.UnpicklingError) else kind
         raise ValueError(f"the checkpoint {str(path)!r} cannot be read: {reason}") from error
 
 

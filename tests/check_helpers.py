@@ -50,10 +50,11 @@ def set_fields(folder: Path, **fields: Any) -> None:
 
 
 def set_tensors(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Change model.safetensors, double underscores for dots; None takes a tensor out."""
+    """Change model.safetensors, double underscores for dots, as its author would; None takes a tensor out."""
     path = folder / "model.safetensors"
     state = load_file(path) | {name.replace("__", "."): value for name, value in tensors.items()}
     save_file({name: value for name, value in state.items() if value is not None}, path, metadata={"format": "pt"})
+    set_fields(folder, weights_hash=None)
 
 
 def read_tensor(folder: Path, name: str) -> torch.Tensor:

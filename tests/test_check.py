@@ -196,6 +196,19 @@ def test_a_broken_folder(case: str, exported: Path, tmp_path: Path) -> None:
     assert said == line or (line[-1] in "' " and said.startswith(line))
 
 
+def test_weights_that_are_not_those_exported(exported: Path, tmp_path: Path) -> None:
+    folder = copy_draft(exported, tmp_path, keep_record=False)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, found = check(folder)
+    damaged = f"{str(weights)!r} is damaged, its weights are not those that were exported: export it again, or, if you "
+    damaged += "changed them, take weights_hash out of its config.json"
+    assert (code, found["values"]) == (1, ("error", damaged))
+    set_fields(folder, weights_hash=None)
+    assert check(folder)[1]["values"][0] == "ok"
+
+
 ON_TARGET: dict[str, tuple[Break, str, str, str]] = {
     "another size": (
         layers(1, 3, count=8),

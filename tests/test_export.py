@@ -236,7 +236,7 @@ def fail(*_: object, **__: object) -> None:
     raise OSError("no space left")
 
 
-@pytest.mark.parametrize("failing", ["write_tensors", "serving_config", "replace_path"])
+@pytest.mark.parametrize("failing", ["write_tensors", "write_about", "replace_path"])
 def test_a_failure_leaves_the_old_folder_and_nothing_else(
     failing: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

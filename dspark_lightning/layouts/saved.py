@@ -1,9 +1,11 @@
 """A draft in a folder, whatever its layout, with the config and under the names of our own."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dspark_lightning.features.hashing import weights_hash
 from dspark_lightning.layouts.dflash import DFLASH
@@ -52,7 +54,7 @@ class SavedDraft:
         """Read the tensors, under the names of the draft.
 
         Raises:
-            ValueError: they cannot be read, are quantised, hold NaN or infinite values, or are not those written.
+            ValueError: they cannot be read, are quantised, or hold NaN or infinite values.
         """
         weights = read_weights(self.path)
         try:
@@ -65,14 +67,22 @@ class SavedDraft:
                 raise ValueError(f"{name!r} of the draft in {str(self.path)!r} is {dtype}, must be bfloat16 or float32")
             if not tensor.isfinite().all():
                 raise ValueError(f"{name!r} of the draft in {str(self.path)!r} holds NaN or infinite values")
-        if self.hash not in (None, weights_hash(weights)):
-            raise ValueError(
-                f"{str(self.path / WEIGHTS)!r} is damaged, its weights are not those that were exported: export it "
-                f"again, or, if you changed them, take {WEIGHTS_HASH} out of its {CONFIG}"
-            )
         if self.tied and "embed_tokens.weight" in weights:
             weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
         return weights
+
+
+def check_weights_hash(written: str | None, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Check weights against the hash in their folder's config, None where another trainer wrote it.
+
+    Raises:
+        ValueError: they are not those that were exported.
+    """
+    if written not in (None, weights_hash(weights)):
+        raise ValueError(
+            f"{str(path / WEIGHTS)!r} is damaged, its weights are not those that were exported: export it again, or, "
+            f"if you changed them, take {WEIGHTS_HASH} out of its {CONFIG}"
+        )
 
 
 def read_draft_config(path: Path) -> Config:

@@ -12,7 +12,7 @@ from dspark_lightning.serving.engines import ENGINES, Engine
 from dspark_lightning.serving.findings import Finding, Verdict, error, skipped
 from dspark_lightning.serving.folder import DraftFolder, read_folder
 from dspark_lightning.serving.record import ExportRecord
-from dspark_lightning.serving.static_checks import HEADER_CHECKS, check_finite, check_name, engine_check
+from dspark_lightning.serving.static_checks import HEADER_CHECKS, check_name, check_values, engine_check
 from dspark_lightning.serving.target_checks import check_copied, check_family, check_mask_in_text, check_target_rope
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -68,7 +68,7 @@ def run_checks(checks: Checks) -> Iterator[Finding]:
 
 def _own_checks(folder: DraftFolder, engine: Engine | Literal["all"]) -> Checks:
     checks: Checks = {name: partial(check, folder) for name, check in HEADER_CHECKS.items()}
-    checks["values"] = partial(check_finite, folder)
+    checks["values"] = partial(check_values, folder)
     for name, label in ENGINES.items():
         if engine in (name, "all"):
             checks[label] = partial(engine_check(name, wanted=engine == name), folder)

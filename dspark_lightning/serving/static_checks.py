@@ -6,6 +6,8 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from dspark_lightning.layouts.files import WEIGHTS
+from dspark_lightning.layouts.flat import WEIGHTS_HASH
+from dspark_lightning.layouts.saved import check_weights_hash
 from dspark_lightning.serving.engines import Engine, engine_limits
 from dspark_lightning.serving.fields import serving_config
 from dspark_lightning.serving.findings import Verdict, error, first_difference, ok, skipped, warning
@@ -127,12 +129,19 @@ def check_confidence_head(folder: DraftFolder) -> Verdict:
     return ok(f"it reads {width} inputs ({reason})")
 
 
-def check_finite(folder: DraftFolder) -> Verdict:
-    """No NaN and no infinite value; reads all weights."""
-    for name, tensor in stored_tensors(folder.path):
+def check_values(folder: DraftFolder) -> Verdict:
+    """No NaN and no infinite value, and all as exported; reads all weights."""
+    weights = dict(stored_tensors(folder.path))
+    for name, tensor in weights.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             return error(f"{name!r} holds NaN or infinite values, must be finite")
-    return ok("all values are finite")
+    if WEIGHTS_HASH not in folder.config:
+        return ok(f"all values are finite; without {WEIGHTS_HASH} nobody knows whether they are those exported")
+    try:
+        check_weights_hash(folder.config[WEIGHTS_HASH], weights, folder.path)
+    except ValueError as refusal:
+        return error(str(refusal))
+    return ok("all values are finite, and those that were exported")
 
 
 def engine_check(engine: Engine, wanted: bool) -> Callable[[DraftFolder], Verdict]:

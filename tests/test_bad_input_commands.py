@@ -10,7 +10,9 @@ from bad_input_helpers import CONFIG, FIT, refusal, write_files
 from dspark_lightning.cli import main, run_lightning
 from dspark_lightning.usage import UsageError, explain
 
-COMMANDS = "fit, validate, test, regenerate, export, evaluate, calibrate, schedule, report, data inspect, precompute"
+COMMANDS = (
+    "fit, validate, test, regenerate, export, check, evaluate, calibrate, schedule, report, data inspect, precompute"
+)
 DRAFT = ["--draft", "d", "--target", "t", "--data", "embedded"]
 
 CASES: dict[str, tuple[list[str], str]] = {

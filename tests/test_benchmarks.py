@@ -65,7 +65,11 @@ def test_packs_are_compared_with_the_same_documents_one_a_row(tmp_path: Path) ->
     ("planted", "message"),
     [
         ("chunked_loss._add_product = lambda *_: None", "differs by"),
-        ("split_attention.MIN_SPREAD = 9; split_attention._hide = lambda *_: None", "differs by"),
+        pytest.param(
+            "split_attention.MIN_SPREAD = 9; split_attention._hide = lambda *_: None",
+            "differs by",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_wrong_result_is_not_timed(planted: str, message: str) -> None:

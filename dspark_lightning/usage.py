@@ -172,6 +172,8 @@ def _wrong_type(message: str, keys: list[str], argv: Sequence[str]) -> str | Non
         kinds += literal[1].split(", ") if literal else [_TYPES.get(_short(named[1]), named[1]) if named else kind]
     if not {"null", *kinds} - {"null"}:
         return None
+    if _TYPES["float"] in kinds:  # typing gives the two in the order in which the first module asked for them
+        kinds = [kind for kind in kinds if kind != _TYPES["int"]]
     *others, last = dict.fromkeys(kinds)
     wanted = f"{', '.join(others)} or {last}" if others else last
     return f"{_place(keys, value, argv)}: {_shortened(value)!r} must be {wanted}"

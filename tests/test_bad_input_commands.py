@@ -84,7 +84,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "validate: unknown option": (["validate", "--config", CONFIG, "--nope"], "there is no option --nope"),
     "test: wrong type": (
         ["test", "--config", CONFIG, "--trainer.limit_test_batches=all"],
-        "--trainer.limit_test_batches: 'all' must be a whole number, a number or null",
+        "--trainer.limit_test_batches: 'all' must be a number or null",
     ),
     "export: nothing": (["export"], "--ckpt_path and --output must be given"),
     "export: no value": (["export", "--ckpt_path"], "--ckpt_path is given without a value"),

@@ -18,11 +18,17 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from dspark_lightning.drafts.base import DSparkDraft
-from dspark_lightning.export import export_draft
+from dspark_lightning.export import check_export_path, export_draft
 from dspark_lightning.serving.decode_check import PROMPTS, keep_decoded
 from dspark_lightning.serving.engines import serve_command
 from dspark_lightning.serving.record import ExportRecord, Validation
-from dspark_lightning.serving.run_record import held_out_prompts, keep_record, last_validation, run_record
+from dspark_lightning.serving.run_record import (
+    held_out_prompts,
+    keep_record,
+    kept_record,
+    last_validation,
+    run_record,
+)
 from dspark_lightning.sharding import full_state_dict, is_sharded
 from dspark_lightning.target import HFDSparkTargetModel
 
@@ -64,6 +70,7 @@ class DraftExport(Callback):
                 except OSError as error:
                     reason = error.strerror or error
                     raise ValueError(f"DraftExport cannot write to {str(self._parent)!r}: {reason}") from error
+                check_export_path(self._parent / _FINAL)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -80,6 +87,13 @@ class DraftExport(Callback):
         del pl_module
         if not trainer.sanity_checking:
             self._validation = last_validation(trainer)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Go on with what the resumed run knew: this one may end before its first validation."""
+        del trainer, pl_module
+        record = kept_record(checkpoint)
+        if record is not None:
+            self._validation, self._prompts = record.validation, record.prompts
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Export what is about to be saved, once per step however many checkpoints it has."""
@@ -133,9 +147,8 @@ class DraftExport(Callback):
         target = _target(pl_module)
         missing = _not_decodable(pl_module, target, self._prompts)
         if target is None or missing:
-            rank_zero_info(
-                f"{folder} keeps no decoding to compare with, since {missing}: dspark export --target adds it"
-            )
+            way = ": dspark export --target adds it" if self._prompts else ""
+            rank_zero_info(f"{folder} keeps no decoding to compare with, since {missing}{way}")
             return
         try:
             keep_decoded(target.model, folder, self._record(trainer, pl_module))
@@ -165,7 +178,7 @@ def _not_decodable(
         return "the target is split over the ranks"
     if pl_module.hparams.get("device_map") is not None:
         return "the target is spread over devices"
-    return None if prompts else "no held-out row begins with a prompt"
+    return None if prompts else "no validation has seen a held-out row that begins with a prompt"
 
 
 def _last_saved(trainer: Trainer) -> Path | None:

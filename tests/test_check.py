@@ -12,6 +12,7 @@ from check_helpers import check, copy_draft, read_tensor, run_check, set_fields,
 from dspark_lightning.cli import main
 from dspark_lightning.embedded import embedded_path
 from dspark_lightning.export import export_draft
+from dspark_lightning.serving import target_checks
 from dspark_lightning.serving.record import ExportRecord
 from evaluation_helpers import embedded_pair
 
@@ -81,6 +82,18 @@ OWN: dict[str, tuple[Break, str, str]] = {
         "files",
         "has target_layer_ids in config.json:[0] 'one', must be a whole number",
     ),
+    "architectures that are no list": (
+        fields(architectures=3),
+        "files",
+        "has architectures in config.json: 3, must be a list",
+    ),
+    "a head that is neither there nor not": (
+        fields(enable_confidence_head="x"),
+        "files",
+        "has enable_confidence_head in config.json: 'x', must be true or false",
+    ),
+    "another model_type": (fields(model_type="llama"), "files", "model_type is 'llama', must be 'qwen3'"),
+    "no block": (fields(block_size=0), "files", "block_size in config.json is 0, must be 1 or more"),
     "no size": (
         fields(hidden_size="wide"),
         "files",
@@ -261,6 +274,25 @@ def test_a_draft_that_does_not_fit_its_target(case: str, exported: Path, tmp_pat
         assert found["dflash_config"][0] == "error"
     else:
         assert code == (outcome == "error")
+
+
+def test_every_end_of_the_target_counts_not_the_tokenizers_alone(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target_checks, "end_tokens", lambda model: [1, 262])
+    folder = copy_draft(exported, tmp_path)
+    set_fields(folder, mask_token_id=262)
+    outcome, line = check(folder, "--target", "embedded")[1]["mask token in text"]
+    assert outcome == "error" and "which ends answers" in line
+
+
+@pytest.mark.parametrize("mask", [-1, 1024])
+def test_a_mask_token_outside_the_vocabulary_is_not_decoded_with(mask: int, exported: Path, tmp_path: Path) -> None:
+    folder = copy_draft(exported, tmp_path)
+    set_fields(folder, mask_token_id=mask)
+    code, found = check(folder, "--target", "embedded")
+    assert (code, found["mask token"]) == (1, ("error", f"mask_token_id is {mask}, must lie in 0..1023"))
+    assert found["decode"] == ("skipped", "the draft cannot be loaded beside this target: see mask token")
 
 
 def test_one_row_of_the_head_is_enough(exported: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from check_helpers import check, copy_draft, read_tensor, set_fields, set_tensors, train
 from dspark_lightning.cli import main
+from dspark_lightning.loading import load_target
 from dspark_lightning.serving import decode_check
 from dspark_lightning.serving.record import Decoded, ExportRecord, read_record
 
@@ -30,6 +31,9 @@ def test_a_fit_keeps_what_it_decoded_and_the_folder_gives_it_again(run: Path, dr
     assert record is not None and record.decoded is not None and record.training is not None
     assert record.target == "embedded" and record.training.steps == 60 and len(record.prompts) == 4
     assert 1.2 < record.decoded.tau <= 5  # learned enough for tampering to show
+    counts = [count for answer in record.decoded.accepted or [] for count in answer]
+    assert record.decoded.accepted is not None and len(record.decoded.accepted) == 4
+    assert len(counts) == record.decoded.rounds and record.decoded.tau == pytest.approx(1 + sum(counts) / len(counts))
     code, found = check(draft)
     assert code == 0 and {outcome for outcome, _ in found.values()} == {"ok"}
     tau, rounds = f"{record.decoded.tau:.2f}", record.decoded.rounds
@@ -76,6 +80,7 @@ def test_only_decoding_tells_a_folder_that_was_tampered_with(tamper: Callable[[P
 
 
 FOUND = Decoded(tau=2.0, rounds=10, max_new_tokens=32, dtype="float32", machine={"device": "cpu", "torch": "2.13.0"})
+ROUNDS = replace(FOUND, accepted=[[1, 2], [0]])
 CUDA = replace(FOUND, machine={"device": "cuda", "torch": "2.13.0"})
 
 
@@ -83,6 +88,10 @@ CUDA = replace(FOUND, machine={"device": "cuda", "torch": "2.13.0"})
     ("found", "stored", "outcome", "tolerance"),
     [
         (FOUND, FOUND, "ok", "0%"),
+        (ROUNDS, ROUNDS, "ok", "0%"),
+        (ROUNDS, FOUND, "ok", "0%"),  # written before rounds were kept
+        (ROUNDS, replace(ROUNDS, accepted=[[2, 1], [0]]), "error", "0%"),
+        (ROUNDS, replace(ROUNDS, accepted=[[2, 1], [0]], dtype="bfloat16"), "ok", "10%"),
         (FOUND, replace(FOUND, tau=2.01), "error", "0%"),
         (FOUND, replace(FOUND, tau=1.99), "warning", "0%"),
         (FOUND, replace(FOUND, tau=2.2, dtype="bfloat16"), "ok", "10%"),
@@ -101,6 +110,57 @@ def test_one_machine_must_repeat_itself_and_others_may_differ(
     assert verdict.outcome == outcome
     expected = f"tau is 2.00 over 10 rounds, was {stored.tau:.2f} at the export (tolerance {tolerance})"
     assert verdict.line.startswith(expected)
+
+
+def test_a_target_that_lets_nothing_be_drafted_any_more_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_check, "decode_prompts", lambda *_: None)
+    for stored, outcome in ((None, "skipped"), (FOUND, "error")):
+        record = ExportRecord(prompts=[[1]], decoded=stored)
+        verdict = decode_check.check_decode(None, Path("dspark"), record)  # type: ignore[arg-type]
+        assert verdict.outcome == outcome and verdict.line.startswith("nothing is drafted: ")
+
+
+@pytest.mark.parametrize("token", [-1, 1024])
+def test_a_prompt_of_what_is_no_token_is_one_line(token: int, draft: Path) -> None:
+    record = read_record(draft)
+    assert record is not None
+    (draft / "dspark.json").write_text(replace(record, prompts=[[3, token]]).text())
+    line = f"a prompt of dspark.json holds the token {token}, must lie in 0..1023"
+    assert check(draft)[1]["decode"] == ("error", line)
+
+
+def test_prompts_too_long_for_the_target_are_left_out(draft: Path) -> None:
+    record = read_record(draft)
+    assert record is not None
+    found = decode_check.decode_prompts(load_target("embedded"), draft, [[3] * 600, record.prompts[0]])
+    assert found is not None and found.accepted is not None and len(found.accepted) == 1
+
+
+def another_target(folder: Path) -> str:
+    """The embedded one after one more step of training, say."""
+    model = load_target("embedded")
+    model.get_parameter("model.norm.weight").data += 1
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("./gone", "target './gone' does not exist: "),
+        ("another", "the checkpoint was trained for the target 'embedded' "),
+    ],
+)
+def test_nothing_is_written_where_the_target_is_not_the_drafts(
+    target: str, line: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = another_target(tmp_path / "target") if target == "another" else target
+    last, output = run / "checkpoints" / "last.ckpt", tmp_path / "my-dspark"
+    with pytest.raises(SystemExit) as exit_:
+        main(["export", f"--ckpt_path={last}", f"--output={output}", f"--target={target}", "--accelerator=cpu"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"dspark: error: {line}")
+    assert not output.exists()
 
 
 def test_an_export_with_the_target_keeps_the_same(

@@ -6,6 +6,7 @@ import pytest
 
 from dspark_lightning import build_draft_model, export_draft
 from dspark_lightning.drafts.base import DSparkDraft
+from dspark_lightning.pretrained import load_draft_weights
 from helpers import tiny_qwen3_config
 
 
@@ -46,3 +47,12 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'fc\.weight' holds NaN"):
         export_draft(broken, tmp_path / "my-dspark")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_does_not_start_from_damaged_weights(tmp_path: Path) -> None:
+    folder = export_draft(draft(), tmp_path / "my-dspark")
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match="is damaged, its weights are not those that were exported"):
+        load_draft_weights(draft(), folder)

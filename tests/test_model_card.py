@@ -78,6 +78,9 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
 def test_one_measurement_does_not_need_the_other(tmp_path: Path) -> None:
     _, lines = card(export_draft(draft(), tmp_path / "a-dspark", record=replace(RECORD, decoded=None)))
     assert "## What it is worth" in lines and not any("Greedy" in line for line in lines)
+    one = replace(RECORD.decoded, accepted=[[1, 2]])  # type: ignore[type-var]
+    _, lines = card(export_draft(draft(), tmp_path / "c-dspark", record=replace(RECORD, decoded=one)))
+    assert any(line.startswith("Greedy decoding of 1 held-out prompts,") for line in lines)  # the other was too long
     _, lines = card(export_draft(draft(), tmp_path / "b-dspark", record=replace(RECORD, validation=None)))
     assert "## What it is worth" in lines and not any("Held-out rows" in line for line in lines)
 
@@ -119,6 +122,12 @@ def test_the_record_comes_back(tmp_path: Path) -> None:
     assert read_record(folder) == RECORD
     (folder / "dspark.json").unlink()
     assert read_record(folder) is None
+
+
+def test_a_folder_that_looks_like_a_hub_id_is_no_base_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("org/my-target").mkdir(parents=True)
+    assert "base_model" not in card(export_draft(draft(), tmp_path / "dspark", record=RECORD))[0]
 
 
 def test_card_and_record_are_part_of_an_earlier_export(tmp_path: Path) -> None:

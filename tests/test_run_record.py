@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import dspark_lightning.callbacks.draft_export as draft_export
 from dspark_lightning.callbacks import AcceptanceMetrics, DraftExport
 from dspark_lightning.serving.record import ExportRecord
-from dspark_lightning.serving.run_record import held_out_prompts
+from dspark_lightning.serving.run_record import held_out_prompts, kept_record, run_record
 from fakes import FakeDSpark, fake_loader, fake_tau, tiny_trainer
 
 NONE: frozenset[str] = frozenset()
@@ -60,10 +60,53 @@ def test_a_record_names_the_step_of_the_validation_it_tells_of(
     }
 
 
+def test_a_record_names_the_peak_of_the_learning_rate_and_all_ranks() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.2)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    counts = {"global_step": 5, "world_size": 4, "num_nodes": 2, "accumulate_grad_batches": 1, "precision": "32-true"}
+    trainer = SimpleNamespace(datamodule=None, optimizers=[optimizer], **counts)
+    record = run_record(trainer, SimpleNamespace(hparams={}), None, [])  # type: ignore[arg-type]
+    assert record.training is not None and optimizer.param_groups[0]["lr"] == 0.1
+    assert (record.training.settings["learning_rate"], record.training.settings["ranks"]) == (0.2, 4)
+
+
 def test_the_record_is_in_the_checkpoint(tmp_path: Path, written: dict[str, ExportRecord]) -> None:
     fit(tmp_path, DraftExport(str(tmp_path / "d")))
     saved = torch.load(tmp_path / "c" / "step=3.ckpt", weights_only=True)["export_record"]
     assert saved["training"]["steps"] == 3 and saved["validation"]["step"] == 2 and saved["target"] == "a target"
+
+
+def test_a_resumed_run_that_never_validates_keeps_what_was_known(
+    tmp_path: Path, written: dict[str, ExportRecord]
+) -> None:
+    fit(tmp_path, DraftExport(str(tmp_path / "d")))
+    path = tmp_path / "c" / "step=3.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["export_record"]["prompts"] = [[3, 4]]
+    kept = kept_record(checkpoint)
+    assert kept is not None and kept.validation is not None
+    callback = DraftExport(str(tmp_path / "e"))
+    callback.on_load_checkpoint(None, None, checkpoint)  # type: ignore[arg-type]
+    assert (callback._validation, callback._prompts) == (kept.validation, [[3, 4]])
+    written.clear()
+    trainer = tiny_trainer(tmp_path, callbacks=[DraftExport(str(tmp_path / "e"))], max_epochs=2, limit_val_batches=0)
+    trainer.fit(FakeDSpark(), fake_loader(0, 1), fake_loader(2, 3), ckpt_path=str(path))
+    record = written["dspark-draft"]
+    assert record.training is not None and record.training.steps == 4 and record.validation == kept.validation
+
+
+def test_a_damaged_record_in_a_checkpoint_is_one_line() -> None:
+    assert kept_record({}) is None
+    with pytest.raises(ValueError, match=r"^the export_record in the checkpoint has prompts 3, must be a list$"):
+        kept_record({"export_record": {"prompts": 3}})
+
+
+def test_a_folder_in_the_place_of_the_draft_is_refused_before_the_fit(tmp_path: Path) -> None:
+    (tmp_path / "d" / "dspark-draft").mkdir(parents=True)
+    (tmp_path / "d" / "dspark-draft" / "draft.gguf").write_text("")
+    with pytest.raises(ValueError, match=r"holds 'draft\.gguf', so it is no earlier export"):
+        fit(tmp_path, DraftExport(str(tmp_path / "d")))
+    assert not (tmp_path / "c").exists()
 
 
 def test_prompts_end_where_supervision_begins() -> None:
@@ -91,7 +134,7 @@ def test_the_first_prompts_are_kept_and_no_more() -> None:
     [
         (True, {}, [[1]], "the target is split over the ranks"),
         (False, {"device_map": "auto"}, [[1]], "the target is spread over devices"),
-        (False, {}, [], "no held-out row begins with a prompt"),
+        (False, {}, [], "no validation has seen a held-out row that begins with a prompt"),
         (None, {}, [[1]], "this run does not load the target"),
     ],
 )
@@ -110,8 +153,8 @@ def test_what_is_not_decoded_is_said(
     callback = DraftExport()
     callback._prompts = prompts
     callback._decode(SimpleNamespace(), module, Path("dspark-draft"))  # type: ignore[arg-type]
-    command = "dspark export --target adds it"
-    assert caplog.messages == [f"dspark-draft keeps no decoding to compare with, since {reason}: {command}"]
+    way = ": dspark export --target adds it" if prompts else ""  # it could not without prompts either
+    assert caplog.messages == [f"dspark-draft keeps no decoding to compare with, since {reason}{way}"]
 
 
 @pytest.mark.parametrize("error", [ValueError("too long\nby far"), torch.OutOfMemoryError("too long")])

@@ -17,6 +17,8 @@ from dspark_lightning.serving.target_checks import check_copied, check_family, c
 from dspark_lightning.target import HFDSparkTargetModel
 
 Checks = dict[str, Callable[[], Verdict]]
+_LOADED = ("tensors", "mask token", "target")
+"""Checks without which no draft can decode."""
 
 
 class Target(NamedTuple):
@@ -51,7 +53,7 @@ def check_folder(
     if isinstance(target, str):
         return [*findings, *(Finding(name, *skipped(target)) for name in ("target", "decode"))]
     findings.append(Finding("target", *_run(partial(check_family, folder, target.model))))
-    broken = [each.check for each in findings if each.outcome == "error" and each.check in ("tensors", "target")]
+    broken = [each.check for each in findings if each.outcome == "error" and each.check in _LOADED]
     if broken:
         return [
             *findings,

@@ -19,12 +19,13 @@ from dspark_lightning.pretrained import load_pretrained_draft
 from dspark_lightning.serving.card import write_about
 from dspark_lightning.serving.findings import Verdict, error, ok, skipped, warning
 from dspark_lightning.serving.folder import read_folder
-from dspark_lightning.serving.record import Decoded, ExportRecord
+from dspark_lightning.serving.record import RECORD_FILE, Decoded, ExportRecord
 
 PROMPTS, NEW_TOKENS = 4, 32
 """What is decoded at an export: so many prompts, and so many tokens behind each at most."""
 TOLERANCE = 0.1
 """Share by which tau may differ on another machine or in another dtype, and on GPUs."""
+_OTHER = "the folder does not hold what was exported, or for another target"
 
 
 def decode_prompts(
@@ -42,18 +43,24 @@ def decode_prompts(
         what came out; None where no block was ever drafted.
 
     Raises:
-        ValueError: the folder cannot be read, or its draft does not fit the target.
+        ValueError: the folder cannot be read, its draft does not fit the target, or a prompt holds what is no token.
     """
     draft = load_pretrained_draft(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the draft's embedding and head are not those")  # a check of its own
         pair_up(model, draft)
-    device, accepted = draft.fc.weight.device, []
+    vocabulary = draft.config.vocab_size
+    strange = next((token for prompt in prompts for token in prompt if not 0 <= token < vocabulary), None)
+    if strange is not None:
+        raise ValueError(f"a prompt of {RECORD_FILE} holds the token {strange}, must lie in 0..{vocabulary - 1}")
+    device = draft.fc.weight.device
+    answers: list[list[int]] = []
     for prompt in prompts:
         if not prompt or not _fits(model, len(prompt) + max_new_tokens):
             continue
         ids = torch.tensor([prompt], device=device)
-        accepted += speculative_generate(model, draft, ids, max_new_tokens=max_new_tokens).accepted_lengths[0]
+        answers += speculative_generate(model, draft, ids, max_new_tokens=max_new_tokens).accepted_lengths
+    accepted = [count for answer in answers for count in answer]
     if not accepted:
         return None
     attention = str(getattr(model.config, "_attn_implementation", None))
@@ -63,6 +70,7 @@ def decode_prompts(
         max_new_tokens=max_new_tokens,
         dtype=str(model.dtype).removeprefix("torch."),
         machine={**describe_machine(device), "device": device.type, "attention": attention},
+        accepted=answers,
     )
 
 
@@ -92,7 +100,8 @@ def check_decode(model: PreTrainedModel, folder: Path, record: ExportRecord | No
     stored = record.decoded
     found = decode_prompts(model, folder, record.prompts, NEW_TOKENS if stored is None else stored.max_new_tokens)
     if found is None:
-        return skipped("the target ends every answer with its first token, so nothing is drafted")
+        line = "nothing is drafted: the target ends every answer with its first token, or has no room for the prompts"
+        return skipped(line) if stored is None else error(f"{line}; tau was {stored.tau:.2f} at the export")
     line = f"tau is {found.tau:.2f} over {found.rounds} rounds"
     if stored is None:
         return skipped(f"{line}, nothing to compare with: dspark export --target keeps it")
@@ -100,9 +109,11 @@ def check_decode(model: PreTrainedModel, folder: Path, record: ExportRecord | No
     tolerance = 0.0 if exact else TOLERANCE
     line = f"{line}, was {stored.tau:.2f} at the export (tolerance {tolerance:.0%})"
     if abs(found.tau - stored.tau) <= tolerance * stored.tau + 1e-9:
+        if exact and stored.accepted not in (None, found.accepted):  # few prompts: their mean can be the same by chance
+            return error(f"{line}, but other rounds accept: {_OTHER}")
         return ok(line)
     if found.tau < stored.tau:
-        return error(f"{line}: the folder does not hold what was exported, or for another target")
+        return error(f"{line}: {_OTHER}")
     return warning(f"{line}: better than then, so something else has changed")
 
 

@@ -21,7 +21,10 @@ EXPORT_FILES = (WEIGHTS, CONFIG, CARD_FILE, RECORD_FILE)
 """All that an export writes; engines read the first two."""
 
 _KINDS: dict[str, Any] = {
+    "architectures": list[str],
     "target_layer_ids": list[int],
+    "enable_confidence_head": bool,
+    "confidence_head_with_markov": bool | None,  # a check of its own misses it
     **dict.fromkeys(("block_size", "markov_rank", "mask_token_id", "num_anchors"), int),
     "num_target_layers": int | None,  # not known of every draft that another tool trained
 }
@@ -55,6 +58,8 @@ def read_folder(path: Path) -> DraftFolder:
     tensors = _read_header(path / WEIGHTS)
     for name, kind in _KINDS.items():
         build(kind, config.get(name), f"{name} in {CONFIG}:")
+    if config["block_size"] < 1:
+        raise ValueError(f"block_size in {CONFIG} is {config['block_size']}, must be 1 or more")
     with torch.device("meta"):
         draft = build_draft_from_config({"confidence_head_with_markov": False, **config})
     return DraftFolder(path, config, tensors, draft)

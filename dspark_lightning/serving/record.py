@@ -37,6 +37,7 @@ class Decoded:
     max_new_tokens: int  # of each answer
     dtype: str  # of target and draft
     machine: dict[str, Any]  # what the numbers could depend on beside the weights
+    accepted: list[list[int]] | None = None  # of each prompt, drafted tokens that each round accepted
 
 
 @dataclass(frozen=True)

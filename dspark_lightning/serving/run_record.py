@@ -82,15 +82,30 @@ def keep_record(record: ExportRecord, checkpoint: dict[str, Any]) -> None:
     checkpoint[_KEY] = asdict(record)
 
 
+def kept_record(checkpoint: Mapping[str, Any]) -> ExportRecord | None:
+    """The record in a checkpoint; None where it keeps none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    if not isinstance(checkpoint.get(_KEY), dict):
+        return None
+    try:
+        return build(ExportRecord, checkpoint[_KEY])
+    except ValueError as error:
+        raise ValueError(f"the {_KEY} in the checkpoint {error}") from error
+
+
 def checkpoint_record(ckpt_path: str | Path) -> ExportRecord:
     """The record of a checkpoint's draft; of one that keeps none, what can be told from the rest.
 
     Raises:
-        ValueError: see `read_checkpoint`.
+        ValueError: see `read_checkpoint` and `kept_record`.
     """
     checkpoint = read_checkpoint(ckpt_path)
-    if isinstance(checkpoint.get(_KEY), dict):
-        return build(ExportRecord, checkpoint[_KEY])
+    record = kept_record(checkpoint)
+    if record is not None:
+        return record
     hparams = checkpoint.get("hyper_parameters") or {}
     steps = checkpoint.get("global_step")
     return ExportRecord(

@@ -29,7 +29,8 @@ def check_files(folder: DraftFolder) -> Verdict:
     others = sorted(path.name for path in weights if path.name != WEIGHTS)
     if others:
         return error(f"{others[0]!r} lies beside {WEIGHTS!r}, must not: engines load all weights they find")
-    return ok(f"{len(folder.tensors)} tensors in {WEIGHTS}, a {type(folder.draft).__name__}")
+    problem = first_difference(folder.config, {"model_type": type(folder.draft.config).model_type})
+    return problem or ok(f"{len(folder.tensors)} tensors in {WEIGHTS}, a {type(folder.draft).__name__}")
 
 
 def check_tensors(folder: DraftFolder) -> Verdict:

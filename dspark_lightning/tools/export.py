@@ -3,12 +3,17 @@
 import shlex
 from pathlib import Path
 
-from dspark_lightning.checkpoint_draft import load_checkpoint_draft
+import torch
+from transformers import PreTrainedModel
+
+from dspark_lightning.checkpoint_draft import load_checkpoint_draft, read_checkpoint
 from dspark_lightning.export import check_export_path, export_draft
+from dspark_lightning.identity import check_identity
 from dspark_lightning.layouts.written import ExportLayout
 from dspark_lightning.serving.decode_check import keep_decoded
 from dspark_lightning.serving.engines import serve_command
 from dspark_lightning.serving.run_record import checkpoint_record
+from dspark_lightning.target import HFDSparkTargetModel
 from dspark_lightning.tools.target import Dtype, launch_processes, load_placed_target
 
 
@@ -55,13 +60,24 @@ def export(
             f"the checkpoint {str(ckpt_path)!r} keeps no prompts to decode, since its run had no DraftExport and "
             "validation before it: leave out target"
         )
-    path = export_draft(draft, output, record=record)
-    print(f"Draft exported to {path}")
-    if target is not None:
+    model = None
+    if target is not None:  # read before anything is written
         if target == trained_for:
             gguf_file = gguf_file or record.gguf_file
         fabric = launch_processes(accelerator, 1, device_map)
         model = load_placed_target(fabric, target, gguf_file, dtype, device_map, None, trust_remote_code)
+        _check_trained_for(model, target, ckpt_path)
+    path = export_draft(draft, output, record=record)
+    print(f"Draft exported to {path}")
+    if model is not None:
         decoded = keep_decoded(model, path, record).decoded
         print("Nothing was drafted" if decoded is None else f"Decoding: {decoded.tau:.2f} tokens per target pass")
     print(f"Next: {serve_command(path, trained_for, draft.block_size)}")
+
+
+def _check_trained_for(model: PreTrainedModel, target: str, ckpt_path: Path) -> None:
+    """Refuse to decode with another target than the draft's; float16 rounds too much to tell."""
+    saved = read_checkpoint(ckpt_path)["dspark"]
+    if model.dtype != torch.float16:
+        weights = HFDSparkTargetModel(model, [0]).fingerprint()
+        check_identity(saved | {"target": target, "target_fingerprint": weights}, saved)

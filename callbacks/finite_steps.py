@@ -40,20 +40,21 @@ class FiniteSteps(Callback):
     """
 
     def __init__(self, max_in_a_row: int = 10) -> None:
-        if max_in_a_row < 1:
+        if max_in_a_row is None or max_in_a_row < 1:  # a configuration may say null
             raise ValueError(f"max_in_a_row must be 1 or more, got {max_in_a_row}")
         self.max_in_a_row = max_in_a_row
         self._skipped = 0
         self._in_a_row = 0
         self._steps = 0  # since the last ones were logged
         self._rows: list[Tensor] = []  # of the micro-batch that runs
-        self._seen: list[tuple[Tensor, list[Tensor]]] = []  # of the open step or validation: whether finite, and rows
+        self._seen: list[tuple[Tensor, list[Tensor]]] = []  # of the open step: whether finite, and rows
+        self._measured: list[tuple[Tensor, list[Tensor]]] = []  # the same of a validation, which may part a step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start counting; a checkpoint, loaded later, puts back its counts."""
         del trainer, pl_module, stage
         self._skipped = self._in_a_row = self._steps = 0
-        self._seen = []
+        self._seen, self._measured = [], []
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: dict[str, Any], batch_idx: int
@@ -148,11 +149,11 @@ class FiniteSteps(Callback):
 
     def _note_terms(self, outputs: STEP_OUTPUT, batch: Mapping[str, Any]) -> None:
         terms = outputs["terms"].values()  # type: ignore[index]
-        self._seen.append((torch.stack([term.isfinite().all() for term in terms]).all(), _row_ids(batch)))
+        self._measured.append((torch.stack([term.isfinite().all() for term in terms]).all(), _row_ids(batch)))
 
     def _warn_of_terms(self, trainer: Trainer, stage: str) -> None:
-        seen, self._seen = self._seen, []
-        bad = _not_finite(seen)
+        measured, self._measured = self._measured, []
+        bad = _not_finite(measured)
         if any(gather_values(len(bad))):
             rows = _gathered_rows(bad, trainer, "val")
             rank_zero_warn(f"{stage}/* lack batches whose loss is NaN or infinite, with {rows}")
@@ -175,8 +176,9 @@ def _not_finite(seen: Sequence[tuple[Tensor, list[Tensor]]]) -> list[list[Tensor
 
 
 def _suspects(seen: Sequence[tuple[Tensor, list[Tensor]]]) -> list[list[Tensor]]:
-    """Rows of the micro-batches without a finite loss; of all where only the gradients are at fault."""
-    return _not_finite(seen) or [rows for _, rows in seen]
+    """Rows of the micro-batches without a finite loss; of all where, on all ranks, only the gradients are at fault."""
+    bad = _not_finite(seen)
+    return bad if any(gather_values(len(bad))) else [rows for _, rows in seen]
 
 
 def _gathered_rows(mine: Sequence[Sequence[Tensor]], trainer: Trainer, split: str) -> str:

@@ -114,7 +114,8 @@ class ChatRenderer:
         if isinstance(template, dict):
             template = template.get("default")
         if not template:
-            raise ValueError(f"{self.template_name} does not exist: give chat_template, the path of a Jinja file")
+            found = "does not exist" if self._given_template is None else "is empty"
+            raise ValueError(f"{self.template_name} {found}: give chat_template, the path of a Jinja file")
         return str(template)
 
     def state(self) -> list[Any]:

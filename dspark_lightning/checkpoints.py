@@ -1,6 +1,7 @@
 """Checkpoints that are there as a whole or not at all, and a check of those that a run is asked to go on from."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -17,6 +18,8 @@ from dspark_lightning.checkpoint_draft import read_checkpoint
 from dspark_lightning.delivery import all_or_none, process_rank, world_size
 from dspark_lightning.replace import alone_in, discard, replace_path, scratch_path
 from dspark_lightning.sharded_checkpoint import written_by
+
+_TICK = 1_000_000  # nanoseconds that tell two times apart
 
 
 def check_checkpoint(path: str | Path, strategy: type[Strategy], weights_only: bool | None = None) -> None:
@@ -98,13 +101,27 @@ def _write_whole(checkpoint: dict[str, Any], path: Path) -> None:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        replace_path(scratch, path)
+        put_checkpoint(scratch, path)
     except (OSError, RuntimeError) as error:
         discard(scratch)
         reason = write_problem(error)
         if reason is None:
             raise
         raise ValueError(f"cannot write the checkpoint {str(path)!r}: {reason}") from error
+
+
+def put_checkpoint(finished: Path, path: Path) -> None:
+    """Move a checkpoint to its place, newer by its time than all that lie there.
+
+    Lightning's ckpt_path="last" goes by the time, and the clock may have been put back since those were written.
+    """
+    times = [0]
+    for other in path.parent.glob(f"*{path.suffix}"):
+        with suppress(OSError):  # another run has just deleted it
+            times.append(other.stat().st_mtime_ns)
+    if finished.stat().st_mtime_ns <= max(times):
+        os.utime(finished, ns=(max(times) + _TICK,) * 2)
+    replace_path(finished, path)
 
 
 def _is_remote(path: str | Path) -> bool:

@@ -29,7 +29,7 @@ from dspark_lightning.tools.precompute import parse_filling, precompute
 from dspark_lightning.tools.regenerate import regenerate
 from dspark_lightning.tools.report import report
 from dspark_lightning.tools.schedule import schedule
-from dspark_lightning.usage import OneLineParser, OneLineTrainingParser, UsageError, explain
+from dspark_lightning.usage import OneLineParser, OneLineTrainingParser, UsageError, check_classes, explain
 
 
 class DSparkCLI(LightningCLI):
@@ -47,6 +47,11 @@ class DSparkCLI(LightningCLI):
         The module compares the two itself and refuses what cannot change.
         """
 
+    def instantiate_classes(self) -> None:
+        """Build everything, if the configuration names nothing but classes."""
+        check_classes(self.config)
+        super().instantiate_classes()
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer.
 
@@ -60,6 +65,11 @@ class DSparkCLI(LightningCLI):
         if trainer.accumulate_grad_batches < 1:
             raise ValueError(
                 f"trainer.accumulate_grad_batches must be at least 1, got {trainer.accumulate_grad_batches}"
+            )
+        interval = trainer.val_check_interval
+        if isinstance(interval, int) and interval < 1:
+            raise ValueError(
+                f"trainer.val_check_interval must be at least 1 batch, or a share in 0.0..1.0, got {interval}"
             )
         return trainer
 

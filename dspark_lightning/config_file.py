@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import yaml
 
 _PLAIN = "tag:yaml.org,2002:"
+_MOST_VALUES = 100_000  # written out; aliases of aliases would make more than any machine holds
 
 
 class Given(NamedTuple):
@@ -23,7 +24,7 @@ def check_config_file(path: str) -> None:
 
     Raises:
         ValueError: it cannot be read, is not UTF-8 or no YAML, holds no keys, gives a key twice, refers to itself, or
-            asks for Python objects; names the file and the line.
+            asks for Python objects, or grows beyond measure by its aliases; names the file and the line.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -45,7 +46,7 @@ def check_config_file(path: str) -> None:
         found = "is empty" if root is None or not root.value else "holds no keys"
         raise ValueError(f"the configuration {path!r} {found}: give keys such as trainer, model and data")
     try:
-        _check_node(root, path, ())
+        _check_node(root, path, (), {})
     except RecursionError as error:
         raise ValueError(f"the configuration {path!r} is nested too deeply") from error
 
@@ -79,7 +80,10 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(each, f"{key}[{i}]")
 
 
-def _check_node(node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> None:
+def _check_node(node: yaml.Node, path: str, above: tuple[yaml.Node, ...], sizes: dict[int, int]) -> int:
+    """Check a node and what is in it; returns how many values that is, which `sizes` keeps for its aliases."""
+    if id(node) in sizes:
+        return sizes[id(node)]
     line = f"the configuration {path!r}, line {node.start_mark.line + 1}"
     if node in above:
         raise ValueError(f"{line}: it refers to itself")
@@ -88,15 +92,17 @@ def _check_node(node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> Non
         raise ValueError(
             f"{line}: {tag} is not read, a configuration holds plain values: give class_path and init_args"
         )
-    above = (*above, node)
+    above, size = (*above, node), 1
     if isinstance(node, yaml.SequenceNode):
         for each in node.value:
-            _check_node(each, path, above)
+            size += _check_node(each, path, above, sizes)
     elif isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise ValueError(f"{line}: a key must be a word")
+            if len(above) <= 2 and key.tag not in (f"{_PLAIN}str", f"{_PLAIN}merge"):
+                raise ValueError(f"{line}: the key {key.value!r} must be a word")
             name, place = key.value, key.start_mark.line + 1
             if name in seen and key.tag != f"{_PLAIN}merge":
                 raise ValueError(
@@ -104,4 +110,8 @@ def _check_node(node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> Non
                     "leave one out"
                 )
             seen[name] = place
-            _check_node(value, path, above)
+            size += _check_node(value, path, above, sizes)
+    if size > _MOST_VALUES:
+        raise ValueError(f"{line}: with what its aliases stand for it holds more than {_MOST_VALUES:,} values")
+    sizes[id(node)] = size
+    return size

@@ -135,6 +135,8 @@ class DSparkModule(LightningModule):
         for name, value in (("warmup_ratio", warmup_ratio), ("min_lr_ratio", min_lr_ratio)):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must lie in 0..1, got {value}")
+        if not -(2**63) <= seed < 2**64:
+            raise ValueError(f"seed must fit into 64 bits, got {seed}")
         self.optimizer = optimizer
         self.draft: DSparkDraft | None = None
         self.target: HFDSparkTargetModel | None = None
@@ -310,7 +312,8 @@ class DSparkModule(LightningModule):
         """Clip as the trainer says. By norm, FSDP1 alone knows that of all ranks together; Lightning would refuse."""
         if gradient_clip_val and gradient_clip_algorithm != "value" and isinstance(self.draft, FSDP):
             self.draft.clip_grad_norm_(gradient_clip_val)
-        else:
+        elif any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            # `FiniteSteps` leaves none of a step to skip, which torch cannot clip by value.
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_before_batch_transfer(self, batch: dict[str, Any], dataloader_idx: int) -> dict[str, Any]:

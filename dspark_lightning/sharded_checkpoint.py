@@ -3,9 +3,11 @@
 A folder holds one `.distcp` file per rank with pieces of tensors, `.metadata` that says where each piece lies, and
 `meta.pt` with all that is no tensor. FSDP1 and FSDP2 name the module's weights differently.
 
-`.metadata` is a pickle, which could run any code; only the classes that describe pieces are admitted.
+`.metadata` is a pickle, which could run any code; only the classes that describe pieces are admitted. It is the one
+file without a checksum of its own, so a folder also has its hash, in `metadata.hash`.
 """
 
+import io
 import pickle
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -19,7 +21,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from dspark_lightning.features.hashing import content_hash
+
 META = "meta.pt"
+_SEAL = "metadata.hash"
 _WRITERS = {"model.": "FSDP1", "state_dict.": "FSDP2"}  # by what they put before the names of the module's weights
 _DESCRIPTIONS = {
     "torch.distributed.checkpoint.metadata": (
@@ -39,6 +44,11 @@ _DESCRIPTIONS = {
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
 }
 """What a `.metadata` may name, by module; nothing of it does more than hold values."""
+
+
+def seal(path: Path) -> None:
+    """Put the hash of `.metadata` into a folder that is written otherwise."""
+    (path / _SEAL).write_text(content_hash([(path / ".metadata").read_bytes()]))
 
 
 def read_sharded_meta(path: Path) -> dict[str, Any]:
@@ -128,8 +138,11 @@ class _Reader(FileSystemReader):
 
 def _unpickle_metadata(path: Path) -> Metadata:
     try:
-        with (path / ".metadata").open("rb") as file:
-            metadata = _Unpickler(file).load()
+        content = (path / ".metadata").read_bytes()
+        sealed = (path / _SEAL).read_bytes() if (path / _SEAL).exists() else None  # older folders lack it
+        if sealed is not None and sealed != content_hash([content]).encode():
+            raise pickle.UnpicklingError("it is not what was written")
+        metadata = _Unpickler(io.BytesIO(content)).load()
     except pickle.UnpicklingError as error:
         raise ValueError(_broken(path, f".metadata cannot be read ({error})")) from error
     except Exception as error:  # what a damaged pickle raises depends on where it is damaged

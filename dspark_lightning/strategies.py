@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecision
 
-from dspark_lightning.checkpoints import check_for_loading, write_problem
+from dspark_lightning.checkpoints import check_for_loading, put_checkpoint, write_problem
 from dspark_lightning.delivery import all_or_none, gather_values
-from dspark_lightning.replace import discard, replace_path, scratch_path
-from dspark_lightning.sharded_checkpoint import readable
+from dspark_lightning.replace import discard, scratch_path
+from dspark_lightning.sharded_checkpoint import readable, seal
 
 
 class _WholeCheckpoints(ParallelStrategy):
@@ -68,7 +68,9 @@ def _finish(scratch: Path, path: Path, problem: str | None) -> None:
     """Move a checkpoint to its place, or, if there was a problem, delete what there is of it."""
     try:
         if problem is None:
-            replace_path(scratch, path)
+            if scratch.is_dir():
+                seal(scratch)
+            put_checkpoint(scratch, path)
             return
     except OSError as error:
         problem = error.strerror or str(error)

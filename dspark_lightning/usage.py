@@ -4,6 +4,8 @@ argparse and jsonargparse find it; their many lines are read here, and the place
 """
 
 import argparse
+import inspect
+import pydoc
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -22,6 +24,7 @@ _TYPES = {
     "bool": "true or false",
     "NoneType": "null",
     "list": "a list",
+    "Sequence": "a list",
     "dict": "a mapping",
 }
 _UNKNOWN = re.compile(r"[Oo]ption '([^']+)'(?: is not accepted)?")
@@ -31,6 +34,7 @@ _NO_SUBCLASS = re.compile(
     r"Expected '(?P<other_name>[\w.]+)' to be a (?:subclass of|function that returns) <class '(?P<other_base>\w+)'>"
 )
 _SUB_CONFIG = re.compile(r"Invalid content in sub-config file (\S+): (.*)")
+_NO_CLASS_AT_ALL = re.compile(r"'([\w.]+)' names no class")
 _NO_FILE = re.compile(r"(?:File does not exist|Path is not a file): '(.+)'|Unable to load config '(.+)'")
 _NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 _NO_ATTRIBUTE = re.compile(r"module '[\w.]+' has no attribute '\w+'|No module named '[^']+'")
@@ -84,6 +88,27 @@ class OwnOptions(argparse.ArgumentParser):
         raise UsageError(message, list(self._option_string_actions))
 
 
+def check_classes(config: Any, key: str = "") -> None:
+    """Refuse a function in the place of a class, which the parser would call where any callable would do.
+
+    Args:
+        config: as it was parsed.
+        key: where it is.
+
+    Raises:
+        UsageError: a `class_path` in it names something else than a class.
+    """
+    if isinstance(config, jsonargparse.Namespace):
+        name = vars(config).get("class_path")
+        if isinstance(name, str) and not inspect.isclass(pydoc.locate(name)):
+            raise UsageError(f"Parser key \"{key}\": '{name}' names no class")
+        for each, value in vars(config).items():
+            check_classes(value, f"{key}.{each}" if key else each)
+    elif isinstance(config, list):
+        for i, value in enumerate(config):
+            check_classes(value, f"{key}[{i}]")
+
+
 def explain(error: UsageError, argv: Sequence[str]) -> str:
     """Say in one line what is wrong with a command line.
 
@@ -102,6 +127,8 @@ def explain(error: UsageError, argv: Sequence[str]) -> str:
     if (found := _NO_SUBCLASS.search(message)) is not None:
         name, base = found["name"] or found["other_name"] or _given(message), found["base"] or found["other_base"]
         return f"{_place(keys, name, argv)}: {name!r} is no {base}, of which a subclass must be named"
+    if (found := _NO_CLASS_AT_ALL.search(message)) is not None:
+        return f"{_place(keys, found[1], argv)}: {found[1]!r} must be a class: functions are not called"
     if (found := _SUB_CONFIG.search(message)) is not None:
         return f"{_place(keys, found[1], argv)}: the file {found[1]!r} is no YAML: {found[2]}"
     if (found := _NO_FILE.search(message)) is not None:

@@ -6,6 +6,7 @@ python -m torch.distributed.run --standalone --nproc-per-node 2 tests/ranks_fini
 import math
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,21 @@ from ranks_numbers import LENGTH, ROWS, global_batch, share
 BATCHES = 6
 WIDTH = 128  # hidden size of the embedded target
 BAD_ROW = 2
+
+
+class LostLoss(Callback):
+    """Makes the loss of some batches NaN and leaves their gradients as they are."""
+
+    def __init__(self, indices: tuple[int, ...]) -> None:
+        self.indices = indices
+        self.here = False
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.here = int(batch["row_id"][0]) // ROWS in self.indices
+
+    def on_before_backward(self, trainer: Trainer, module: Any, loss: Tensor) -> None:
+        if self.here:
+            loss.data.fill_(math.nan)
 
 
 class Overflow(Callback):
@@ -60,6 +76,7 @@ def train(
     """Six batches, of which `bad` are spoiled and `out` are left out. Weights, states, and what was logged."""
     indices = [index for index in range(BATCHES) if index not in out]
     batches = [share(spoil(global_batch("plain", i), how if i in bad else "")) for i in indices]
+    spoilers: dict[str, list[Callback]] = {"gradient": [Overflow(i) for i in bad], "loss": [LostLoss(bad)]}
     logger = RecordingLogger()
     trainer = quiet_trainer(
         options.pop("strategy", "alone"),
@@ -68,13 +85,14 @@ def train(
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=logger,
-        callbacks=[*([Overflow(i) for i in bad] if how == "gradient" else []), FiniteSteps(limit)],
+        callbacks=[*spoilers.get(how, []), FiniteSteps(limit)],
         **options,
     )
     sizes = {"num_draft_layers": 1, "block_size": 4, "num_anchors": 4, "markov_rank": 8}
     # A constant learning rate: the steps behind a skipped one have that of a run without it.
     module = Qwen3DSpark("embedded", mask_token_id=5, **sizes, warmup_ratio=0.0, min_lr_ratio=1.0)
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    held_out = [share(global_batch("plain", BATCHES))] if "val_check_interval" in options else []
+    trainer.fit(module, *(DataLoader(x, batch_size=None) for x in (batches, held_out) if x))  # type: ignore[arg-type]
     assert module.draft is not None
     return {
         "weights": full_state_dict(module.draft),
@@ -86,7 +104,10 @@ def train(
 def main(folder: Path) -> None:
     for strategy, how in (("ddp", "weights"), ("fsdp2", "gradient")):
         for name, changes in {"bad": {"bad": (1, 4)}, "out": {"out": (1, 4)}}.items():
-            result = train(folder, how, strategy=strategy, **changes)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                result = train(folder, how, strategy=strategy, **changes)
+            result["warnings"] = [text for each in caught if " is skipped, " in (text := str(each.message))]
             del result["states"]
             torch.save(result, folder / f"{strategy}-{name}.{os.environ['RANK']}.pt")
 

@@ -81,6 +81,18 @@ CASES: dict[str, tuple[list[str], str]] = {
         [*FIT, "--trainer.accumulate_grad_batches=0"],
         "trainer.accumulate_grad_batches must be at least 1, got 0",
     ),
+    "fit: no batch between validations": (
+        [*FIT, "--trainer.val_check_interval=0"],
+        "trainer.val_check_interval must be at least 1 batch, or a share in 0.0..1.0, got 0",
+    ),
+    "fit: no list": (
+        [*FIT, "--data.init_args.supervise_roles=assistant"],
+        "--data.init_args.supervise_roles: 'assistant' must be a list",
+    ),
+    "fit: a seed for the draft": (
+        [*FIT, f"--model.init_args.seed={2**64}"],
+        f"seed must fit into 64 bits, got {2**64}",
+    ),
     "validate: unknown option": (["validate", "--config", CONFIG, "--nope"], "there is no option --nope"),
     "test: wrong type": (
         ["test", "--config", CONFIG, "--trainer.limit_test_batches=all"],

@@ -30,6 +30,15 @@ FILES: dict[str, tuple[str | bytes | None, str]] = {
     ),
     "nested too deeply": ("[" * 3000, "the configuration 'bad.yaml' is no YAML: it is nested too deeply"),
     "itself inside": ("trainer: &a [*a]\n", "the configuration 'bad.yaml', line 1: it refers to itself"),
+    "a number as a key": ("1: 2\n", "the configuration 'bad.yaml', line 1: the key '1' must be a word"),
+    "a number as a key of a section": (
+        "trainer:\n  1: 2\n",
+        "the configuration 'bad.yaml', line 2: the key '1' must be a word",
+    ),
+    "aliases of aliases": (
+        "a0: &a0 x\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30)),
+        "the configuration 'bad.yaml', line 7: with what its aliases stand for it holds more than 100,000 values",
+    ),
     "no word as a key": ("trainer: {? [1] : 2}\n", "the configuration 'bad.yaml', line 1: a key must be a word"),
     "a key twice": (
         "trainer:\n  max_steps: 1\n  devices: 1\n  max_steps: 2\n",
@@ -142,6 +151,15 @@ def test_the_later_of_two_configurations_is_named(
     write_files({"a.yaml": "trainer:\n  max_steps: 3\n", "b.yaml": "trainer:\n  max_steps: lots\n"})
     line = refusal([*FIT, "--config", "a.yaml", "--config=b.yaml"], capsys)
     assert line == "b.yaml: trainer.max_steps: 'lots' must be a whole number"
+
+
+def test_merged_mappings_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_files({"a.yaml": "trainer:\n  <<: {devices: 1}\n  <<: {precision: 32-true}\n  max_steps: lots\n"})
+    line = refusal(["fit", "-c", CONFIG, "-c", "a.yaml"], capsys)
+    assert line == "a.yaml: trainer.max_steps: 'lots' must be a whole number"
 
 
 def test_a_tools_configuration_is_checked_too(

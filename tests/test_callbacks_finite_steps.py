@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 
 import dspark_lightning.module as module_file
@@ -28,6 +29,8 @@ WARNING = "Step {} is skipped, its loss or gradients are NaN or infinite, with t
         ("features", {}, (1,), (1,), 2),
         ("weights", {"accumulate_grad_batches": 2}, (3,), (2, 3), 2),
         ("gradient", {"precision": "bf16-mixed"}, (1,), (1,), 2),
+        ("weights", {"gradient_clip_algorithm": "value"}, (1,), (1,), 2),
+        ("loss", {"accumulate_grad_batches": 2, "val_check_interval": 3}, (2,), (2, 3), 2),  # validates inside a step
     ],
 )
 def test_a_spoiled_batch_leaves_weights_and_states_as_if_it_had_not_been(
@@ -53,15 +56,19 @@ def test_only_steps_in_a_row_end_the_fit(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_keeps_the_counts() -> None:
+    """Which Lightning loads behind `setup`; a fit without one starts at 0."""
     one, other = FiniteSteps(), FiniteSteps()
     one.load_state_dict({"skipped": 7, "in_a_row": 2})
     other.load_state_dict(one.state_dict())
     assert other.state_dict() == {"skipped": 7, "in_a_row": 2}
+    other.setup(Trainer(accelerator="cpu", logger=False, enable_checkpointing=False), FakeDSpark(), "fit")
+    assert other.state_dict() == {"skipped": 0, "in_a_row": 0}
 
 
-def test_a_limit_below_1_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_in_a_row must be 1 or more, got 0"):
-        FiniteSteps(0)
+@pytest.mark.parametrize("limit", [0, None])
+def test_a_limit_below_1_is_refused(limit: Any) -> None:
+    with pytest.raises(ValueError, match=f"max_in_a_row must be 1 or more, got {limit}"):
+        FiniteSteps(limit)
 
 
 def test_the_command_ends_with_one_line_that_names_the_rows(
@@ -112,7 +119,7 @@ def test_a_validation_batch_with_nan_is_named_and_left_out(tmp_path: Path) -> No
     val, logger = fake_loader(1, 2, 3), RecordingLogger()
     spoiled = val.dataset[1]
     spoiled["terms"]["tau_num"] = torch.tensor(math.nan)
-    spoiled["row_id"] = torch.tensor([4, 6, 5])
+    spoiled |= {"row_id": torch.tensor([9, 9]), "doc_row_ids": torch.tensor([[4, 6], [5, -1]])}  # packed rows
     trainer = tiny_trainer(
         tmp_path,
         max_epochs=2,
@@ -123,14 +130,18 @@ def test_a_validation_batch_with_nan_is_named_and_left_out(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match=r"^val/\* lack batches .*, with the rows row_id 4, row_id 5, row_id 6$"):
         trainer.fit(FakeDSpark(), fake_loader(4, 5), val)
     assert trainer.current_epoch == 2
+    with pytest.warns(UserWarning, match=r"^test/\* lack batches .*, with the rows row_id 4, row_id 5, row_id 6$"):
+        trainer.test(FakeDSpark(), val)
     assert [values["val/tau"] for _, values in logger.of("val")] == [pytest.approx(fake_tau(1, 3))] * 2
 
 
 @pytest.mark.distributed
 def test_a_spoiled_batch_of_one_rank_is_skipped_by_both(tmp_path: Path) -> None:
     run_on_two_ranks("ranks_finite.py", tmp_path)
-    for kind in ("ddp", "fsdp2"):
+    # Rank 1 knows whose loss it was; what only the gradients show may be any row's.
+    for kind, rows in {"ddp": (6, 7), "fsdp2": (4, 5, 6, 7)}.items():
         bad, out = (torch.load(tmp_path / f"{kind}-{name}.0.pt") for name in ("bad", "out"))
         torch.testing.assert_close(bad["weights"], out["weights"], atol=0, rtol=0)
+        assert bad["warnings"][0] == WARNING.format(2, ", row_id ".join(map(str, rows)))
         for rank in (0, 1):
             assert torch.load(tmp_path / f"{kind}-bad.{rank}.pt")["skipped"] == [0, 1, 1, 1, 2, 2]

@@ -177,6 +177,30 @@ def test_an_export_with_the_target_keeps_the_same(
     assert read_record(tmp_path / "my-dspark") == replace(record, decoded=None)
 
 
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("./nowhere", "target './nowhere' does not exist"),
+        ("embedded-pictures", "the draft was trained for a target with vocab_size 1024, this target has "),
+    ],
+)
+def test_an_export_with_a_wrong_target_writes_nothing(
+    target: str, reason: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["export", f"--ckpt_path={run / 'checkpoints/last.ckpt'}", f"--output={tmp_path / 'my-dspark'}"]
+    with pytest.raises(SystemExit) as ended:
+        main([*command, f"--target={target}", "--accelerator=cpu"])
+    assert ended.value.code == 2 and reason in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("token", [-1, 1024, 10**30])
+def test_kept_prompts_outside_the_vocabulary_are_an_error(token: int, run: Path) -> None:
+    model = load_target("embedded")
+    with pytest.raises(ValueError, match=f"hold token {token}, outside the vocabulary of 1024"):
+        decode_check.decode_prompts(model, run / "dspark-draft", [[5, token]])
+
+
 def test_a_checkpoint_without_prompts_cannot_be_decoded(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Whole files, folders that replace each other, and optimizer states by name, on one rank."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,13 @@ from torch import nn
 
 import dspark_lightning.replace as replace
 from dspark_lightning import Qwen3DSpark
-from dspark_lightning.checkpoints import WholeFileIO, name_optimizer_states, prepare_checkpoints, write_problem
+from dspark_lightning.checkpoints import (
+    WholeFileIO,
+    name_optimizer_states,
+    prepare_checkpoints,
+    put_checkpoint,
+    write_problem,
+)
 from dspark_lightning.datamodules import ChatDataModule
 from dspark_lightning.replace import outdated_path, replace_path
 from fakes import tiny_trainer
@@ -142,3 +149,15 @@ def test_an_error_that_is_none_of_the_disk_keeps_its_name(tmp_path: Path) -> Non
     with pytest.raises(AttributeError, match="local object"):
         WholeFileIO(SingleDeviceStrategy).save_checkpoint({"a": lambda: 0}, tmp_path / "a.ckpt")
     assert write_problem(RuntimeError("Connection closed by peer")) is None
+
+
+def test_what_was_written_last_is_the_newest_though_the_clock_was_put_back(tmp_path: Path) -> None:
+    """Lightning's ckpt_path="last" goes by the time."""
+    first, second, third = (tmp_path / name for name in ("last.ckpt", "last-v1.ckpt", "last-v2.ckpt"))
+    io, ahead = WholeFileIO(SingleDeviceStrategy), 4_000_000_000
+    io.save_checkpoint({"step": 1}, first)
+    os.utime(first, (ahead, ahead))
+    io.save_checkpoint({"step": 2}, second)
+    put_checkpoint(folder(tmp_path / "written", "3"), third)
+    times = [path.stat().st_mtime for path in (first, second, third)]
+    assert ahead == times[0] < times[1] < times[2] < ahead + 1

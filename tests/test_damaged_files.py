@@ -14,7 +14,7 @@ from dspark_lightning.checkpoint_content import check_content
 from dspark_lightning.checkpoint_draft import load_checkpoint_draft
 from dspark_lightning.checkpoints import WholeFileIO
 from dspark_lightning.drafts.base import DSparkDraft
-from dspark_lightning.sharded_checkpoint import read_sharded_weights
+from dspark_lightning.sharded_checkpoint import read_sharded_weights, seal
 from helpers import seeded, tiny_qwen3_config
 
 FLIPS = 40
@@ -37,6 +37,7 @@ def write_folder(draft: DSparkDraft, path: Path) -> Path:
     """What FSDP2 writes, of one rank."""
     save({"state_dict": named(draft)}, checkpoint_id=path, no_dist=True)
     torch.save(parts(draft), path / "meta.pt")
+    seal(path)
     return path
 
 
@@ -94,7 +95,7 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_folder_changes_nothing_unseen(
     draft: DSparkDraft, tmp_path: Path
 ) -> None:
     path = write_folder(draft, tmp_path / "x.ckpt")
-    for name in ("__0_0.distcp", "meta.pt"):
+    for name in ("__0_0.distcp", "meta.pt", ".metadata"):
         flip_everywhere(path / name, path, draft, lambda: load_checkpoint_draft(path)[0].state_dict())
     assert read_sharded_weights(path).keys() == named(draft).keys()
 

@@ -48,7 +48,7 @@ READ_ONLY = {
         "--config configs/strategy/fsdp2.yaml --ranks 8",
     ): HUB,
     ("docs/regenerate.md", "dspark regenerate --data prompts.jsonl --target my-target --output answers.jsonl"): HUB,
-    ("docs/regenerate.md", "pip install 'dspark-lightning[regenerate]'"): SERVER,
+    ("docs/regenerate.md", "pip install '.[regenerate]'"): SERVER,
 }
 
 # Pages that run in `make test-all`; in `make test` they are read like those above.

@@ -237,6 +237,33 @@ def test_a_function_that_runs_a_program(place: str, in_tmp: Path, capsys: pytest
     assert line.startswith(f"{place.rstrip('+')}: 'os.mkdir' is no ")
 
 
+CALLED = "class_path: {1}\n{0}init_args:\n{0}  {2}\n"
+CALLABLES = {
+    "model.init_args.optimizer": "model:\n  init_args:\n    optimizer:\n      {call}",
+    "trainer.callbacks[0].init_args.on_train_start": (
+        "trainer:\n  callbacks:\n  - class_path: LambdaCallback\n    init_args:\n      on_train_start:\n        {call}"
+    ),
+    "trainer.strategy.init_args.ddp_comm_hook": (
+        "trainer:\n  strategy:\n    class_path: DDPStrategy\n    init_args:\n      ddp_comm_hook:\n        {call}"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", CALLABLES)
+@pytest.mark.parametrize(
+    ("function", "argument"), [("os.makedirs", "name: boom"), ("runpy.run_path", "path_name: s.py")]
+)
+@pytest.mark.parametrize("command", [["fit"], ["data", "inspect"]], ids=" ".join)
+def test_a_function_where_any_callable_would_do(
+    command: list[str], place: str, function: str, argument: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    indent = " " * (6 if place.startswith("model") else 8)
+    call = CALLED.format(indent, function, argument)
+    write_files({"bad.yaml": CALLABLES[place].format(call=call), "s.py": SCRIPT})
+    line = refusal([*command, "--config", CONFIG, "--config", "bad.yaml"], capsys)
+    assert line == f"bad.yaml: {place}.class_path: {function!r} must be a class: functions are not called"
+
+
 def test_a_tag_of_python_in_a_configuration(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_files({"bad.yaml": "trainer: null\nmodel: !!python/object/apply:os.mkdir [boom]\n"})
     line = refusal(["fit", "--config", "bad.yaml"], capsys)

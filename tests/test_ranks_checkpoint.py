@@ -168,7 +168,7 @@ PROBLEMS = {
     "no meta.pt": r"meta\.pt is missing",
     "a damaged meta.pt": r"meta\.pt cannot be read \(RuntimeError\)",
     "no .metadata": r"\.metadata is missing",
-    "an empty .metadata": r"\.metadata cannot be read \(EOFError\)",
+    "an empty .metadata": r"\.metadata cannot be read \(it is not what was written\)",
     "an empty folder": r"\.metadata is missing",
 }
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

@@ -194,7 +194,7 @@ def test_a_missing_client_names_the_extra(
     given = ["--data", "embedded", "--output", str(tmp_path / "out.jsonl"), "--server", "http://localhost:1/v1"]
     with pytest.raises(SystemExit):
         main(["regenerate", *given])
-    assert error_line(capsys).endswith("needs the package openai: pip install 'dspark-lightning[regenerate]'")
+    assert error_line(capsys).endswith("needs the package openai: pip install 'openai>=3'")
 
 
 @pytest.mark.slow

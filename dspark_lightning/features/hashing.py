@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-Values = npt.NDArray[np.generic] | Tensor | str
+Values = npt.NDArray[np.generic] | Tensor | str | bytes
 
 
 def content_hash(values: Iterable[Values]) -> str:
@@ -35,6 +35,8 @@ def weights_hash(weights: Mapping[str, Tensor]) -> str:
 def _raw(values: Values) -> bytes | memoryview:
     if isinstance(values, str):
         return values.encode()
+    if isinstance(values, bytes):
+        return values
     if isinstance(values, Tensor):
         values = values.contiguous().view(torch.uint8).numpy()
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data

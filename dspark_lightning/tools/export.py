@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dspark_lightning.checkpoint_draft import load_checkpoint_draft, read_checkpoint
+from dspark_lightning.evaluation.pair import check_sizes
 from dspark_lightning.export import check_export_path, export_draft
 from dspark_lightning.identity import check_identity
 from dspark_lightning.layouts.written import ExportLayout
@@ -66,6 +67,7 @@ def export(
             gguf_file = gguf_file or record.gguf_file
         fabric = launch_processes(accelerator, 1, device_map)
         model = load_placed_target(fabric, target, gguf_file, dtype, device_map, None, trust_remote_code)
+        check_sizes(model.config, draft.config)
         _check_trained_for(model, target, ckpt_path)
     path = export_draft(draft, output, record=record)
     print(f"Draft exported to {path}")

@@ -140,9 +140,7 @@ def _by_servers(
         from dspark_lightning.regeneration.crew import answer_by_servers
         from dspark_lightning.regeneration.server import Request, ServerSettings, served_model
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--server needs the package {error.name}: pip install 'dspark-lightning[regenerate]'"
-        ) from error
+        raise ValueError(f"--server needs the package {error.name}: pip install 'openai>=3'") from error
     servers = ServerSettings(urls, **asking)
     request = Request(model or served_model(servers), sampling, seed, settings["chat_template_kwargs"])
     identity = {"answered_by": "server", "target": request.model, **vars(sampling), "seed": seed}

@@ -5,7 +5,9 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import reduce
+from operator import or_
+from typing import Any, NoReturn, get_args
 
 import jsonargparse
 import torch
@@ -30,6 +32,22 @@ from dspark_lightning.tools.regenerate import regenerate
 from dspark_lightning.tools.report import report
 from dspark_lightning.tools.schedule import schedule
 from dspark_lightning.usage import OneLineParser, OneLineTrainingParser, UsageError, check_classes, explain
+
+
+def read_whole_numbers_first() -> None:
+    """Have `limit_val_batches: 1` of a trainer mean one batch, and not 1.0, all of them.
+
+    typing keeps unions that were asked for before: where a module has asked for float or int, Lightning's int or float
+    becomes the same, and the parser tries float first.
+    """
+    annotations = Trainer.__init__.__annotations__
+    for name, kind in annotations.items():
+        kinds = get_args(kind)
+        if int in kinds and float in kinds[: kinds.index(int)]:
+            annotations[name] = reduce(or_, [int, *(each for each in kinds if each is not int)])
+
+
+read_whole_numbers_first()
 
 
 class DSparkCLI(LightningCLI):

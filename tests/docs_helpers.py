@@ -18,7 +18,7 @@ PAGES = {
 # TARGET is what one block of the README sets for later ones.
 _RECORDER = """
 command_not_found_handle() {
-  printf '%s\\x1f' "$@" >> commands.txt; printf '\\x1e' >> commands.txt
+  printf -v command '%s\\x1f' "$@"; printf '%s\\x1e' "$command" >> commands.txt  # at once: some run side by side
   if [ "$1 $2" = "python -c" ]; then echo what-python-printed; fi
 }
 PATH=/nowhere

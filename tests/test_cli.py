@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dspark_lightning import DSparkModule, load_pretrained_draft
-from dspark_lightning.cli import main, run_lightning
+from dspark_lightning.cli import main, read_whole_numbers_first, run_lightning
 from dspark_lightning.embedded import embedded_path
 
 CONFIGS = sorted(
@@ -241,3 +241,14 @@ def test_a_wrong_trainer_setting_ends_with_one_line(in_tmp: Path, capsys: pytest
         main(command("fit", trainer__val_check_interval=100_000))
     assert error.value.code == 2
     assert "val_check_interval" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("given", "meant"), [("1", 1), ("1.0", 1.0), ("0.5", 0.5)])
+def test_one_batch_is_not_all_of_them(given: str, meant: float, in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where typing has given Lightning's int or float in the other order."""
+    monkeypatch.setitem(Trainer.__init__.__annotations__, "limit_val_batches", float | int | None)
+    read_whole_numbers_first()
+    quickstart = next(path for path in CONFIGS if path.stem == "quickstart")
+    cli = run_lightning(["--config", str(quickstart), f"--trainer.limit_val_batches={given}"], run=False)
+    limit = cli.trainer.limit_val_batches
+    assert limit == meant and type(limit) is type(meant)
